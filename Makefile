@@ -1,0 +1,42 @@
+# make demo | test | check: each makes .venv and installs what it needs; a second call does not install again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+URI ?=
+
+.PHONY: demo test check format clean help
+help:
+	@echo "make demo   train, kill, resume on a SeaweedFS that it starts (URI=s3://... for your own bucket)"
+	@echo "make test   the tests"
+	@echo "make check  format, lint, types, layers"
+	@echo "make format rewrite the code in the house style"
+
+$(BIN)/.dev: pyproject.toml constraints.txt
+	@echo "== installing objckpt and its development tools into $(VENV) (once; about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/.demo: pyproject.toml constraints.txt
+	@echo "== installing objckpt and what the demo needs into $(VENV) (once; about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+demo: $(BIN)/.demo
+	@$(BIN)/python examples/demo.py $(if $(URI),--uri $(URI))
+
+test: $(BIN)/.dev
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
+check: $(BIN)/.dev
+	@echo "== format" && $(BIN)/ruff format --check .
+	@echo "== lint" && $(BIN)/ruff check .
+	@echo "== types" && $(BIN)/mypy
+	@echo "== layers" && $(BIN)/lint-imports --no-logo
+
+format: $(BIN)/.dev
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

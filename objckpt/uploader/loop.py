@@ -1,0 +1,375 @@
+"""The uploader's loop: a plain function over spool, store and channel.
+
+Invariants: shard, then record, then list-and-commit, in that order for each save, oldest first; the first pass over an image, at once
+after staging, is the one whose checksums count; every step can be repeated by another process after a crash at any point, and finds or
+makes the same bytes.
+
+Run by ``python -m objckpt.uploader``; tests run it in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from objckpt.commit import Outcome, Run, settled
+from objckpt.errors import (
+    CommitUnknownError,
+    CorruptCheckpointError,
+    ObjckptError,
+    StoreNotFoundError,
+    StorePermissionError,
+    StoreTransientError,
+)
+from objckpt.manifest import GROUP_SIZE, Attempt, DataObject, Rank, Save, Step, encode_record, record_key
+from objckpt.retention import prune, reap, retain
+from objckpt.spool import Journal, Spool, hashed, scan
+from objckpt.store import ObjectStore, open_store
+from objckpt.transfer import block_checksums, upload, verify, whole_checksum
+from objckpt.uploader.channel import Channel, Message
+
+log = logging.getLogger(__name__)
+
+_FIRST_POLL, _LAST_POLL = 0.02, 2.0  # seconds between looks at the bucket
+_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0  # seconds between tries of a save that failed for the moment
+_LOCK_POLL = 0.05  # seconds between looks whether another process has let a spool go
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save on its way. ``since`` and ``retry_at`` in seconds of the monotonic clock."""
+
+    save: Save
+    since: float
+    retry_at: float = 0.0
+    tries: int = 0
+
+
+def serve(channel: Channel) -> None:
+    """Do what the trainer at the other end of ``channel`` says, until it is gone and all that it left is done."""
+    opened = channel.receive(None)
+    if opened is None or opened["op"] != "open":
+        return
+    options: dict[str, Any] = opened["storage_options"]
+    try:
+        store = open_store(
+            opened["uri"], part_size=opened["part_size"], connections=opened["concurrency"], **options
+        )
+        _Uploader(channel, store, opened).run()
+    except Exception as error:
+        log.exception("the uploader ends")
+        channel.send({"op": "broken", "error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+class _Uploader:
+    def __init__(self, channel: Channel, store: ObjectStore, opened: Message) -> None:
+        self._channel = channel
+        self._store = store
+        self._run = Run(store, retain=retain)
+        self._id: str = opened["run"]
+        self._rank = Rank(opened["rank"])
+        self._linger: float = opened["linger"]
+        self._save_timeout: float = opened["save_timeout"]
+        self._spool: Spool | None = None
+        self._attempt = Attempt(0)
+        self._todo: deque[_Pending] = deque()
+        self._uncommitted: dict[Save, float] = {}  # rank 0: durable saves, and since when
+        self._poll = _FIRST_POLL
+        self._adopted: list[Spool] = []
+        self._adoption: threading.Thread | None = None
+        self._released = False
+        self._gone_since: float | None = None
+        self._closing = False
+        self._remove = False
+        self._hurry = False
+        self._fenced = False
+        self._may_delete = True
+
+    # -------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until closed, or the trainer is gone and nothing is left to do."""
+        while not self._finished():
+            message = self._channel.receive(self._delay())
+            while message is not None:
+                self._handle(message)
+                message = self._channel.receive(0)
+            if self._released and not self._adopting():
+                while self._adopted:
+                    self._adopted.pop().remove()
+            now = time.monotonic()
+            if self._todo and self._todo[0].retry_at <= now:
+                self._advance(self._todo[0])
+            elif self._uncommitted and not self._todo:
+                self._look()
+        if self._spool is not None:
+            if self._remove and not self._todo:
+                self._spool.remove()
+            else:
+                self._spool.close()
+        self._channel.send({"op": "closed"})
+
+    def _finished(self) -> bool:
+        if self._adopting():
+            return False
+        if self._gone_since is not None:
+            late = time.monotonic() - self._gone_since > self._linger
+            return late or not self._todo  # whoever writes the last record of a save commits it
+        return self._closing and not self._todo and not self._uncommitted
+
+    def _adopting(self) -> bool:
+        return self._adoption is not None and self._adoption.is_alive()
+
+    def _delay(self) -> float | None:
+        if self._todo:
+            return max(0.0, self._todo[0].retry_at - time.monotonic())
+        if self._adopting():
+            return _LOCK_POLL
+        if self._uncommitted:
+            self._poll = min(self._poll * 1.5, _LAST_POLL)
+            return self._poll * random.uniform(0.5, 1.0)
+        return None
+
+    def _handle(self, message: Message) -> None:
+        match message["op"]:
+            case "adopt":
+                self._adoption = threading.Thread(
+                    target=self._adopt, args=(Path(message["root"]), message["timeout"]), name="adoption"
+                )
+                self._adoption.start()
+            case "release":
+                self._released = True
+            case "spool":
+                self._take(Path(message["path"]), Attempt(message["attempt"]))
+            case "attempt":
+                self._attempt = Attempt(message["attempt"])
+            case "save":
+                self._todo.append(_Pending(_save(message["save"]), time.monotonic()))
+            case "hurry":
+                self._hurry = True
+                self._todo = deque(sorted(self._todo, key=lambda p: p.save, reverse=True))
+            case "close":
+                self._closing, self._remove = True, bool(message["remove"])
+            case "gone":
+                self._gone_since = time.monotonic()
+            case other:
+                log.error("message %r is unknown", other)
+
+    def _take(self, path: Path, attempt: Attempt) -> None:
+        """Own the trainer's spool: a fresh one, or that of an uploader of ours that died."""
+        self._spool = Spool(path)
+        self._attempt = attempt
+        while not self._spool.lock():
+            time.sleep(_LOCK_POLL)  # an uploader of ours that is about to be reaped
+        if path.name.startswith("."):
+            self._spool.publish(attempt, self._rank)
+        for journal in self._spool.journals():
+            self._todo.append(_Pending(journal.save, time.monotonic()))
+        self._tell("spool", path=str(self._spool.path))
+
+    def _tell(self, op: str, save: Save | None = None, **fields: object) -> None:
+        if save is not None:
+            fields["save"] = [save.attempt, save.step]
+        self._channel.send({"op": op, **fields})
+
+    # -------------------------------------------------------------- one save
+
+    def _advance(self, pending: _Pending) -> None:
+        """Try to bring one save to the bucket, and to commit it."""
+        spool, save = self._spool, pending.save
+        assert spool is not None  # the trainer sends the spool before any save
+        if self._fenced:
+            self._todo.popleft()
+            self._tell("fenced", save)
+            return
+        try:
+            outcome = self._push(spool, spool.journal(save), tell=True)
+        except (StoreTransientError, CommitUnknownError) as error:
+            self._postpone(pending, error)
+        except (ObjckptError, OSError) as error:
+            log.exception("save %s failed", save)
+            self._todo.popleft()
+            self._tell("failed", save, error=f"{type(error).__name__}: {error}")
+        else:
+            self._todo.popleft()
+            self._settle(save, outcome)
+
+    def _postpone(self, pending: _Pending, error: ObjckptError) -> None:
+        now = time.monotonic()
+        limit = self._save_timeout if self._gone_since is None else self._linger
+        if now - pending.since > limit:
+            self._todo.popleft()
+            self._tell("failed", pending.save, error=f"not durable after {limit:.0f} s: {error}")
+            return
+        pending.tries += 1
+        wait = min(_FIRST_RETRY * 2 ** (pending.tries - 1), _LAST_RETRY) * random.uniform(0.5, 1.0)
+        pending.retry_at = now + wait
+        log.warning("save %s: %s; again in %.1f s", pending.save, error, wait)
+        self._tell("delayed", pending.save, error=str(error))
+
+    def _push(self, spool: Spool, journal: Journal, *, tell: bool) -> Outcome:
+        """Hash, shard, record, list-and-commit. Each step is done again or found done."""
+        save, record = journal.save, journal.record
+        began = time.monotonic()
+        crcs = spool.checksums(save)
+        resumed = crcs is not None
+        # Unmapped when the last view goes, not by close(): a traceback on its way may hold one.
+        data = memoryview(spool.image(journal))
+        if crcs is None:
+            crcs = block_checksums(data, record.objects[0].block_size)
+            spool.write_checksums(save, crcs)
+        if len(crcs) != len(record.objects[0].crc64):
+            raise CorruptCheckpointError(
+                f"{spool.path}: {len(crcs)} checksums for save {save}, not {len(record.objects[0].crc64)}"
+            )
+        record = hashed(journal, crcs)
+        (obj,) = record.objects
+        if not (resumed and (spool.durable(save) or self._there(obj))):
+            verify(obj, 0, data, f"slot {journal.slot} of {spool.path}")
+            upload(self._store, obj, data)
+        if not self._store.create(record_key(save, record.rank), encode_record(record)):
+            raise CorruptCheckpointError(
+                f"{self._store.uri}/{record_key(save, record.rank)} exists with other content: two jobs share attempt {save.attempt} "
+                f"(equal launch ids?). Nothing was committed."
+            )
+        spool.mark_durable(save)
+        seconds = time.monotonic() - began
+        if tell:
+            self._tell("durable", save, seconds=seconds, nbytes=obj.size)
+            self._release_older(spool, save)
+        log.info("save %s: %d bytes durable after %.3f s", save, obj.size, seconds)
+        return self._run.commit(save, record.world_size, folder=record.rank // GROUP_SIZE)
+
+    def _there(self, obj: DataObject) -> bool:
+        """Whether a shard was uploaded before, as far as the store can vouch for it."""
+        try:
+            info = self._store.head(obj.key)
+        except StoreNotFoundError:
+            return False
+        return info.size == obj.size and info.crc64 == whole_checksum(obj)
+
+    @staticmethod
+    def _release_older(spool: Spool, save: Save) -> None:
+        """All but the newest slot go back to the kernel: its cache counts against a container's memory."""
+        for journal in spool.journals():
+            if journal.save < save:
+                spool.release_pages(journal.slot)
+
+    def _settle(self, save: Save, outcome: Outcome) -> None:
+        """Tell the trainer how a durable save ended, or go on watching it if we are the one who does."""
+        match outcome:
+            case Outcome.COMMITTED:
+                self._tell("committed", save)
+                self._clean()
+            case Outcome.INCOMPLETE:
+                if self._rank == 0:
+                    self._uncommitted[save] = time.monotonic()
+                    self._poll = _FIRST_POLL
+            case Outcome.FENCED:
+                self._fenced = True
+                self._tell("fenced", save)
+            case Outcome.SUPERSEDED | Outcome.REFUSED:
+                self._tell(
+                    "failed",
+                    save,
+                    error=f"{outcome.value}: a later save was committed first, or its base is gone",
+                )
+
+    def _look(self) -> None:
+        """Rank 0: are the other ranks' records there, or has a peer committed?"""
+        for save, since in list(self._uncommitted.items()):
+            try:
+                version = self._run.existing()
+                outcome = settled(version, save)
+                if outcome is None:
+                    outcome = self._run.commit(save, version.world_size, folder=0)
+            except (StoreTransientError, CommitUnknownError) as error:
+                log.warning("save %s: %s; looking again", save, error)
+                outcome = Outcome.INCOMPLETE
+            except (ObjckptError, OSError) as error:
+                log.exception("save %s failed", save)
+                del self._uncommitted[save]
+                self._tell("failed", save, error=f"{type(error).__name__}: {error}")
+                continue
+            if outcome is not Outcome.INCOMPLETE:
+                del self._uncommitted[save]
+                self._settle(save, outcome)
+            elif time.monotonic() - since > self._save_timeout:
+                del self._uncommitted[save]
+                self._tell(
+                    "failed",
+                    save,
+                    error=f"not every rank's record was there after {self._save_timeout:.0f} s",
+                )
+
+    def _clean(self) -> None:
+        """Rank 0, between saves: delete what no version reaches. Never delays a save, never fails one."""
+        if (
+            self._rank != 0
+            or self._todo
+            or self._hurry
+            or self._gone_since is not None
+            or not self._may_delete
+        ):
+            return
+        try:
+            deleted = reap(self._run, self._attempt)
+            prune(self._run)
+        except StorePermissionError as error:
+            self._may_delete = False
+            log.warning("retention leaves deleting to others: %s", error)
+        except (ObjckptError, OSError):
+            log.exception("retention could not delete; the next commit tries again")
+        else:
+            if deleted:
+                log.info("deleted %d objects that no version reaches", len(deleted))
+
+    # -------------------------------------------------------------- adoption
+
+    def _adopt(self, where: Path, timeout: float) -> None:
+        """Finish what earlier uploaders of this run left on this node; wait for those that are alive and still send."""
+        deadline = time.monotonic() + timeout
+        finished: list[str] = []
+        failed: list[str] = []
+        while True:
+            busy = False
+            ours = {spool.path for spool in self._adopted}
+            for spool in scan(where):
+                if spool.path in ours:
+                    spool.close()
+                    continue
+                if not spool.lock():
+                    busy |= spool.pending()
+                    spool.close()
+                    continue
+                self._adopted.append(spool)
+                for journal in spool.journals():
+                    self._finish(spool, journal, finished, failed)
+            if not busy or time.monotonic() > deadline:
+                break
+            time.sleep(_LOCK_POLL)
+        self._tell("adopted", finished=finished, failed=failed)
+
+    def _finish(self, spool: Spool, journal: Journal, finished: list[str], failed: list[str]) -> None:
+        save = journal.save
+        if journal.record.run != self._id:
+            return
+        try:
+            outcome = self._push(spool, journal, tell=False)
+        except (ObjckptError, OSError) as error:
+            log.exception("adopted save %s could not be finished", save)
+            failed.append(f"{save}: {type(error).__name__}: {error}")
+        else:
+            log.info("adopted save %s of rank %d: %s", save, journal.record.rank, outcome.value)
+            finished.append(f"{save}: {outcome.value}")
+
+
+def _save(pair: list[int]) -> Save:
+    return Save(Attempt(pair[0]), Step(pair[1]))

@@ -1,0 +1,601 @@
+"""Checkpointer: the one class that a training loop meets.
+
+Invariants: ranks agree before anything starts, is staged, or is loaded, so they do the same or raise the same; ``save`` returns once the
+state is in a slot and journalled, from where it is committed even if this process is killed; ``restore`` gives a state that was
+committed, verified to the last byte, or raises; only ``restore`` and the first ``save`` start an attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from objckpt import config
+from objckpt.commit import Run
+from objckpt.errors import (
+    FENCED_EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FencedError,
+    ObjckptError,
+    SaveFailedError,
+    StateMismatchError,
+)
+from objckpt.local import LocalCopies
+from objckpt.manifest import (
+    BLOCK_SIZE,
+    JSON,
+    Entry,
+    Policy,
+    Rank,
+    RankRecord,
+    Save,
+    Step,
+    Version,
+    data_key,
+    decode_version,
+    encode_version,
+)
+from objckpt.plan import stored
+from objckpt.preemption import Notices
+from objckpt.reader import checkpoint_of, fill
+from objckpt.retention import find, line, no_such_step, retain
+from objckpt.saves import Checkpoint, Saves
+from objckpt.spool import Spool, root, unhashed
+from objckpt.staging import Stager, digest, rank_name
+from objckpt.state import TensorSpec, capture, prepare
+from objckpt.store import open_store
+from objckpt.world import current
+
+log = logging.getLogger(__name__)
+
+_FOLLOW_PERIOD = 1.0  # seconds between looks of ranks but 0 at their futures
+_CLOSE_POLL = 0.02  # seconds
+_END_TIMEOUT = 10.0  # for an uploader without work to end, in seconds
+
+_active: weakref.ref[Checkpointer] | None = None
+
+
+def _close_in_child() -> None:
+    checkpointer = _active() if _active is not None else None
+    if checkpointer is not None:
+        checkpointer.forked = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Checkpointer:
+    """Saves and restores the state of a training job, for all its ranks together.
+
+    ``uri`` says where; every other keyword is a field of :class:`objckpt.config.Config`, and may come from ``OBJCKPT_*`` or
+    ``objckpt.toml`` instead. The constructor makes no request. Every rank makes one, and calls ``restore``, ``due``, ``save`` and
+    ``close`` at the same steps.
+
+    Raises :class:`ConfigError` for what cannot work, so with ``WORLD_SIZE`` above 1 and no process group.
+    """
+
+    def __init__(self, uri: str | None = None, **keywords: Any) -> None:
+        global _active  # noqa: PLW0603 # one per process
+        self._config = config.load(uri=uri, **keywords)
+        if self._config.uri.startswith("memory:"):
+            raise ConfigError(
+                "memory:// lives in one process, and the uploader is another: use file:// or s3:// with a Checkpointer"
+            )
+        self._world = current()
+        self._store = open_store(
+            self._config.uri,
+            part_size=self._config.tuning.part_size,
+            connections=self._config.tuning.concurrency,
+            **self._config.storage_options,
+        )
+        self._run = Run(self._store, retain=retain)
+        self._launch = self._config.launch or f"random:{secrets.token_hex(8)}"
+        self._stager = Stager(Rank(self._world.rank), self._world.size)
+        self._version: Version | None = None
+        self._saves: Saves | None = None
+        self._last_step: int | None = None  # of a save or of the head that was restored
+        self._restored = False
+        self.closed = False
+        self.forked = False
+        self._followed = 0.0
+        self._notices = Notices(self._world)
+        self._fenced = False
+        previous = _active() if _active is not None else None
+        if previous is not None and not previous.closed and not previous.forked:
+            log.warning("another Checkpointer is open in this process: it is closed now")
+            previous.close()
+        _active = weakref.ref(self)
+
+    # -------------------------------------------------------------- with
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            try:
+                self._end(self._config.exit_timeout, finished=False)
+            except (
+                BaseException
+            ):  # a second Ctrl-C, or the store: neither may hide the exception that is on its way
+                log.exception("closing after %s", kind)
+
+    def close(self) -> None:
+        """Wait until every save is committed or has failed, and say that the job has finished unless it was preempted."""
+        self._end(self._config.save_timeout, finished=not self.preempted)
+
+    def _end(self, timeout: float, *, finished: bool) -> None:
+        global _active  # noqa: PLW0603 # one per process
+        if self.closed or self.forked:
+            return
+        self.closed = True
+        _active = None
+        self._notices.close(settle=finished)
+        if self._saves is None or self._version is None:
+            if self._saves is not None:
+                self._saves.close(remove=False, timeout=0)
+            return
+        saves, self._saves = self._saves, None
+        finished = self._settle(saves, timeout) and finished
+        self._fenced = saves.fenced is not None
+        finished = finished and not self._fenced
+        if finished and self._world.rank == 0:
+            try:
+                self._run.finish(self._version.attempt)
+            except (ObjckptError, OSError):
+                log.exception(
+                    "it could not be noted that the job has finished: a superseded launch stays refused"
+                )
+        saves.close(remove=finished, timeout=min(timeout, _END_TIMEOUT))
+
+    def _settle(self, saves: Saves, timeout: float) -> bool:
+        """Wait for all futures, ``timeout`` seconds at most. False if some are open or failed."""
+        deadline = time.monotonic() + timeout
+        while saves.open() and time.monotonic() < deadline:
+            if self._world.rank != 0:
+                try:
+                    saves.follow(self._peek)
+                except RuntimeError as error:  # the group's store is gone, and with it who could tell
+                    log.warning("rank 0 cannot be asked any more what became of the saves: %s", error)
+                    return False
+            saves.wait(_CLOSE_POLL if self._world.rank != 0 else max(0.0, deadline - time.monotonic()))
+        for tracked in saves.open():
+            log.warning("save %s is still on its way; its uploader goes on", tracked.save)
+        return not saves.open() and saves.failures == 0
+
+    # -------------------------------------------------------------- restore
+
+    def restore(
+        self, state: MutableMapping[str, Any], step: int | None = None, *, strict: bool = True
+    ) -> Checkpoint | None:
+        """Start an attempt and fill ``state`` from the newest complete checkpoint, or from that of ``step``. Called by every rank.
+
+        None on a fresh run. A damaged newest checkpoint gives way to the next older good one, on all ranks together, with an error in
+        the log; one asked for by number does not. Going back to an older ``step`` fences what still runs, and deletes nothing.
+
+        Raises :class:`FencedError` if this launch was superseded, :class:`CheckpointNotFoundError` for a ``step`` that is not there,
+        :class:`StateMismatchError` (all mismatches listed, nothing changed), :class:`CorruptCheckpointError`, :class:`StoreError`,
+        :class:`SpoolError` if no place fits the slots.
+        """
+        self._check_open()
+        if self._version is not None:
+            self.wait()
+        version = self._begin(step)
+        while version.head is not None:
+            entry = version.entry(version.head)
+            assert entry is not None  # decode_version has checked it
+            try:
+                checkpoint = self._load(entry, state, strict=strict)
+            except CorruptCheckpointError as error:
+                older = next((s for s in line(version.head, version.kept) if s != version.head), None)
+                if step is not None or older is None:
+                    raise
+                log.error("checkpoint %s is damaged: FALLING BACK to %s. %s", version.head, older, error)  # noqa: TRY400 # once
+                version = self._start(partial(_same, older))
+                continue
+            self._restored, self._last_step = True, checkpoint.step
+            self._ready(state)
+            log.info("restored step %d of attempt %d", checkpoint.step, checkpoint.attempt)
+            return checkpoint
+        self._restored = True
+        self._ready(state)
+        return None
+
+    def _ready(self, state: Mapping[str, Any]) -> None:
+        assert self._saves is not None
+        self._saves.release()
+        self._saves.room(_estimate(state) // self._world.size)
+
+    def _begin(self, step: int | None) -> Version:
+        """Adopt what lies on this node, then start; all ranks together (see design: start order)."""
+        config = self._config
+
+        def same(uris: list[str]) -> JSON:
+            for rank, other in enumerate(uris):
+                if other != uris[0]:
+                    raise ConfigError(f"rank {rank} has another URI than rank 0: {other} and {uris[0]}")
+            version = self._run.newest()
+            return None if version is None else version.run
+
+        run = self._world.decide(self._store.uri, same, config.agree_timeout)
+        problem: BaseException | None = None
+        if run is not None and self._saves is None:
+            try:
+                saves = self._open_saves(run)
+                for text in saves.adopt(root(config.cache, run), config.adopt_timeout):
+                    log.warning("left by an earlier attempt on this node: %s", text)
+            except (ObjckptError, OSError) as error:
+                problem = error
+        self._agree(problem)  # the barrier: nobody starts before all have adopted
+        return self._start(lambda: None if step is None else self._find(step))
+
+    def _find(self, step: int) -> Save:
+        version = self._run.existing()
+        entry = find(version.kept, version.head, step)
+        if entry is None:
+            raise CheckpointNotFoundError(no_such_step(self._store.uri, step, version.kept))
+        return entry.save
+
+    def _start(self, rollback: Callable[[], Save | None]) -> Version:
+        """Rank 0 creates the start version; every rank takes up its attempt."""
+
+        def create(_: list[Any]) -> JSON:
+            self._run.prove()
+            version = self._run.start(
+                launch=self._launch,
+                world_size=self._world.size,
+                policy=Policy(self._config.keep, lag=0),  # no save refers to another one's objects yet
+                takeover=self._config.takeover,
+                rollback=rollback(),
+            )
+            return {"number": version.number, "content": encode_version(version).decode()}
+
+        decided = self._world.decide(None, create, self._config.agree_timeout)
+        version = decode_version(decided["content"].encode(), decided["number"])
+        problem: BaseException | None = None
+        try:
+            saves = self._open_saves(version.run) if self._saves is None else self._saves
+            saves.begin(version.attempt)
+        except (ObjckptError, OSError) as error:
+            problem = error
+        self._agree(problem)
+        self._version = version
+        self._last_step = None if version.head is None else version.head.step
+        self._notices.watch()
+        return version
+
+    def _open_saves(self, run: str) -> Saves:
+        spool = Spool.create(root(self._config.cache, run))
+        self._saves = Saves(self._config, run, Rank(self._world.rank), spool, self._outcome)
+        return self._saves
+
+    def _agree(self, problem: BaseException | None) -> None:
+        """Raise on every rank the first problem that a rank has."""
+
+        def first(problems: list[Any]) -> JSON:
+            return next(([rank, *p] for rank, p in enumerate(problems) if p is not None), None)
+
+        told: JSON = None if problem is None else [type(problem).__name__, str(problem)]
+        found = self._world.decide(told, first, self._config.agree_timeout)
+        if problem is not None:
+            raise problem
+        if found is not None:
+            _raise(*found)
+
+    def _load(self, entry: Entry, state: MutableMapping[str, Any], *, strict: bool) -> Checkpoint:
+        problem: BaseException | None = None
+        try:
+            contents = self._run.contents(entry)
+            index, records = contents.index, contents.records
+            own = records[self._world.rank] if index.world_size == self._world.size else None
+            names, specs = {}, {}
+            pieces = stored(records)
+            prefix = rank_name(self._world.rank, "")
+            for stored_name, found in pieces.items():
+                name = stored_name.removeprefix(prefix)
+                if name.startswith("rank-"):
+                    continue  # another rank's own: a shared name never begins so
+                names[name] = stored_name
+                specs[name] = TensorSpec(found[0][0].dtype, found[0][0].global_shape)
+            restoration = prepare(
+                state,
+                records[0].values,
+                None if own is None else own.rank_values,
+                specs,
+                strict=strict,
+                rng=self._config.rng,
+            )
+        except Exception as error:  # noqa: BLE001 # whatever it is, the other ranks must not wait for this one
+            problem = error
+        self._agree(problem)
+        targets = {names[name]: tensor for name, tensor in restoration.targets.items()}
+        try:
+            with LocalCopies(root(self._config.cache, index.run)) as local:
+                fetched = fill(self._store, pieces, targets, self._config.tuning, local.read)
+            log.debug("%d bytes came from the bucket", fetched)
+        except Exception as error:  # noqa: BLE001 # likewise
+            problem = error
+        self._agree(problem)
+        try:
+            restoration.apply()
+        except Exception as error:  # noqa: BLE001 # likewise
+            problem = error
+        self._agree(problem)
+        return checkpoint_of(entry, index.metadata)
+
+    # -------------------------------------------------------------- save
+
+    def save(self, step: int, state: Mapping[str, Any], metadata: JSON = None) -> Future[Checkpoint]:
+        """Save ``state`` as that of ``step`` optimizer steps done. Called by every rank; returns once the state is in a slot.
+
+        The future's result is the committed checkpoint, or :class:`SaveFailedError` or :class:`FencedError`. The same step again gives
+        the first future, with a warning. ``metadata`` (JSON, rank 0's) is shown by ``objckpt show``.
+
+        Raises, on every rank alike: :class:`FencedError`; :class:`SaveFailedError` after ``max_failed_saves`` in a row;
+        :class:`StateMismatchError` for a value that cannot be stored or ranks with different structures; :class:`ConfigError` for a step
+        that does not rise; :class:`WorldError` naming ranks that did not come.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        if self._version is None:
+            self._first_save()
+        assert self._version is not None
+        assert self._saves is not None
+        save = Save(self._version.attempt, Step(step))
+        earlier = self._saves.future(save)
+        if earlier is not None:
+            log.warning("step %d was saved before: the first save's future is returned", step)
+            return earlier
+        self._follow()
+        problem: BaseException | None = None
+        size = 0
+        slot = None
+        try:
+            captured = capture(state, rng=self._config.rng)
+            shard = self._stager.plan(captured.leaves)
+            image = self._stager.image(shard, self._version.run, save)
+            size = image.size
+            slot = self._saves.slot(
+                size, self._config.agree_timeout if self._config.when_full == "wait" else 0
+            )
+        except (ObjckptError, OSError) as error:
+            problem = error
+        told: dict[str, JSON] = {
+            "step": step,
+            "problem": None if problem is None else [type(problem).__name__, str(problem)],
+            "structure": "" if problem is not None else digest(captured.leaves),
+            "free": slot is not None,
+            "nbytes": size,
+            "failures": self._saves.failures,
+            "fenced": self._saves.fenced,
+        }
+        try:
+            decided = self._world.decide(told, self._admit, self._config.agree_timeout)
+        except ObjckptError as error:
+            if problem is not None:
+                raise problem from error
+            raise
+        if not decided["stage"] or slot is None:
+            return self._skipped(step)
+        created_at, nbytes = decided["created_at"], decided["nbytes"]
+        self._stager.stage(slot, shard, image, captured.leaves)
+        rank = Rank(self._world.rank)
+        record = RankRecord(
+            run=self._version.run,
+            save=save,
+            rank=rank,
+            world_size=self._world.size,
+            created_at=created_at,
+            metadata=metadata if rank == 0 else None,
+            bases=(),
+            objects=(unhashed(data_key(save, rank), size, BLOCK_SIZE),),
+            pieces=image.pieces,
+            values=captured.values if rank == 0 else None,
+            rank_values=captured.rank_values,
+        )
+        checkpoint = Checkpoint(step, save.attempt, self._world.size, nbytes, created_at, metadata)
+        self._last_step = step
+        return self._saves.stage(slot, record, checkpoint, began)
+
+    def _admit(self, told: list[dict[str, Any]]) -> JSON:
+        """Rank 0's decision on one save, from what all ranks say."""
+        for rank, t in enumerate(told):
+            if t["problem"] is not None:
+                _raise(rank, *t["problem"])
+        for rank, t in enumerate(told):
+            if t["fenced"] is not None:
+                raise FencedError(t["fenced"])
+            if t["step"] != told[0]["step"]:
+                raise ConfigError(
+                    f"rank {rank} saves step {t['step']}, rank 0 step {told[0]['step']}: every rank saves the same"
+                )
+            if t["structure"] != told[0]["structure"]:
+                raise StateMismatchError(
+                    f"rank {rank} has other tensors than rank 0 (names, dtypes or shapes differ). What is one rank's own must be wrapped: "
+                    f"objckpt.PerRank(...)"
+                )
+        failures = max(t["failures"] for t in told)
+        if failures >= self._config.max_failed_saves:
+            raise SaveFailedError(
+                f"{failures} saves in a row were not committed (max_failed_saves={self._config.max_failed_saves}); see the errors in the "
+                f"log. The last committed checkpoint is safe"
+            )
+        step = told[0]["step"]
+        if type(step) is not int or not 0 <= step < 10**12:  # twelve digits in keys
+            raise ConfigError(f"step {step!r} is no number of optimizer steps done")
+        if self._last_step is not None and step <= self._last_step:
+            raise ConfigError(
+                f"step {step} does not rise: step {self._last_step} was saved or restored before. To go back, call "
+                f"restore(state, step=...); for another experiment, use another run"
+            )
+        return {
+            "stage": all(t["free"] for t in told),
+            "nbytes": sum(t["nbytes"] for t in told),
+            "created_at": round(time.time(), 3),
+        }
+
+    def _first_save(self) -> None:
+        """Start without a restore: only where there is nothing to restore, and before anything that runs is fenced."""
+
+        def empty(_: list[Any]) -> JSON:
+            version = self._run.newest()
+            if version is not None and version.head is not None:
+                raise ConfigError(
+                    f"{self._store.uri} has checkpoints (the newest is step {version.head.step}), but restore() was not called, so "
+                    f"this job did not continue them. Call restore(state) first, or use another run"
+                )
+            return None
+
+        self._world.decide(None, empty, self._config.agree_timeout)
+        self._begin(None)
+        assert self._saves is not None
+        self._saves.release()
+
+    @staticmethod
+    def _skipped(step: int) -> Future[Checkpoint]:
+        log.warning(
+            "step %d was not saved: a rank has no free slot, since earlier saves are still being uploaded",
+            step,
+        )
+        future: Future[Checkpoint] = Future()
+        future.set_exception(SaveFailedError(f"step {step} was skipped: no slot was free on every rank"))
+        return future
+
+    def wait(self) -> None:
+        """Wait until every save so far is committed. Raises the first failure among those that were open."""
+        self._check_open()
+        if self._saves is None:
+            return
+        opened = [t.future for t in self._saves.open()]
+        self._settle(self._saves, self._config.save_timeout)
+        for future in opened:
+            if future.done():
+                future.result()
+            else:
+                raise SaveFailedError(
+                    f"not committed after {self._config.save_timeout:.0f} s; it may still become complete"
+                )
+
+    def latest(self) -> Checkpoint | None:
+        """What a restart would resume from; None if there is none."""
+        version = self._run.newest()
+        entry = None if version is None or version.head is None else version.entry(version.head)
+        return None if entry is None else checkpoint_of(entry, self._run.index(entry).metadata)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints, by attempt and step; their ``metadata`` is not read."""
+        version = self._run.newest()
+        return (
+            [] if version is None else [checkpoint_of(e) for e in sorted(version.kept, key=lambda e: e.save)]
+        )
+
+    # -------------------------------------------------------------- outcomes on ranks but 0
+
+    def _outcome(self, save: Save, told: JSON) -> None:
+        if self._world.rank == 0 and self._world.size > 1:
+            try:
+                self._world.post(f"save/{save}", told)
+            except RuntimeError as error:  # the group's store is gone: so are those who would ask
+                log.debug("nobody can be told of save %s: %s", save, error)
+
+    def _peek(self, save: Save) -> Any:
+        return self._world.peek(f"save/{save}")
+
+    def _follow(self) -> None:
+        if self._world.rank != 0 and self._saves is not None:
+            self._followed = time.monotonic()
+            self._saves.follow(self._peek)
+
+    # -------------------------------------------------------------- due, preemption
+
+    def due(self, step: int, *, final: bool = False) -> bool:
+        """Whether to save now: the interval is full, a preemption is near, or it is the end. Every rank calls it once a step and gets
+        the same answer. ``preempted`` changes only in here. :class:`FencedError` on all ranks once another attempt has taken over.
+        """
+        self._check_open()
+        if time.monotonic() - self._followed > _FOLLOW_PERIOD:
+            self._follow()
+        before = self._notices.preempted
+        self._notices.exchange(fenced=self._saves is not None and self._saves.fenced is not None, final=final)
+        if self._notices.fenced:
+            text = None if self._saves is None else self._saves.fenced
+            raise FencedError(
+                text or f"{self._store.uri}: another attempt has taken this run over. Stop this job"
+            )
+        if self.preempted and not before:
+            log.warning(
+                "a preemption was announced: saving, then ending with exit code %d", PREEMPTED_EXIT_CODE
+            )
+            if self._saves is not None:
+                self._saves.hurry()
+        interval = self._config.interval
+        return final or self.preempted or (interval is not None and step % interval == 0)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job was told that its machine goes; the same on all ranks."""
+        return self._notices.preempted
+
+    @property
+    def exit_code(self) -> int:
+        """For ``SystemExit``: 0 finished, 75 preempted (run it again), 77 fenced (do not)."""
+        if self._fenced or (self._saves is not None and self._saves.fenced is not None):
+            return FENCED_EXIT_CODE
+        return PREEMPTED_EXIT_CODE if self.preempted else 0
+
+    def _check_open(self) -> None:
+        if self.forked:
+            raise ConfigError(
+                "this process was forked from one with an open Checkpointer (a data-loader worker?): it cannot save or restore, the "
+                "parent can"
+            )
+        if self.closed:
+            raise ConfigError("this Checkpointer is closed: make a new one")
+
+
+def _same(save: Save) -> Save | None:
+    return save
+
+
+def _raise(rank: int, kind: str, text: str) -> None:
+    from objckpt import errors  # noqa: PLC0415 # looked up by name
+
+    found = getattr(errors, kind, ObjckptError)
+    if not (isinstance(found, type) and issubclass(found, ObjckptError)):
+        found = ObjckptError
+    raise found(f"rank {rank}: {text}")
+
+
+def _estimate(state: Mapping[str, Any]) -> int:
+    """Bytes that the state will have: modules as they are, and twice its parameters for each optimizer that has no state yet."""
+    total = 0
+    for value in state.values():
+        with contextlib.suppress(AttributeError):
+            value = value.obj  # PerRank  # noqa: PLW2901
+        if isinstance(value, torch.nn.Module):
+            total += sum(
+                t.numel() * t.element_size()
+                for t in value.state_dict().values()
+                if isinstance(t, torch.Tensor)
+            )
+        elif isinstance(value, torch.optim.Optimizer):
+            total += 2 * sum(p.numel() * p.element_size() for g in value.param_groups for p in g["params"])
+    return total

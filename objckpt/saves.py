@@ -1,0 +1,354 @@
+"""The saves of one rank between its slots and the bucket: the trainer's books on what its uploader does.
+
+Invariants: a slot is handed out only when nothing in it is still on its way and it does not hold the newest durable image; each future is
+resolved once, with what really happened; an uploader that dies is started again and finds its work in the journals.
+
+Called by ``checkpointer``. Events come in a thread of the channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from objckpt.config import Config
+from objckpt.errors import FencedError, ObjckptError, SaveFailedError, SpoolError
+from objckpt.manifest import JSON, Attempt, Rank, RankRecord, Save, Step
+from objckpt.spool import Slot, Spool
+from objckpt.uploader import UploaderProcess
+from objckpt.uploader.channel import Message
+
+log = logging.getLogger(__name__)
+
+_RESTARTS = 3  # of an uploader that dies, in a row, before saves fail
+_READY_TIMEOUT = 60.0  # seconds for a new uploader to take its spool
+_HEADROOM = 1.02  # a slot is larger than the first image: states of loaders grow a little
+_UNIT = 1 << 20
+_REMEMBERED = 100  # settled saves whose futures are kept, should a step be saved again
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint. ``step`` counts optimizer steps done; ``nbytes`` is the size of its shards; ``created_at`` is in seconds
+    since the epoch, at staging; ``metadata`` is what ``save`` was given.
+    """
+
+    step: int
+    attempt: int
+    world_size: int
+    nbytes: int
+    created_at: float
+    metadata: JSON = None
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A save in this rank's books. ``staged`` in seconds of the monotonic clock."""
+
+    save: Save
+    slot: int
+    checkpoint: Checkpoint
+    stall: float
+    nbytes: int
+    future: Future[Checkpoint] = field(default_factory=Future)
+    staged: float = field(default_factory=time.monotonic)
+    durable: bool = False
+    upload: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of it is on its way any more."""
+        return self.durable or self.future.done()
+
+
+class Saves:
+    """Slots, uploader and futures of one rank. ``outcome`` is called, in the events' thread, with what becomes of each save on rank 0."""
+
+    def __init__(
+        self, config: Config, run: str, rank: Rank, spool: Spool, outcome: Callable[[Save, JSON], None]
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._rank = rank
+        self._spool = spool
+        self._outcome = outcome
+        self._changed = threading.Condition()
+        self._slots: list[Slot] = []
+        self._tracked: dict[Save, _Tracked] = {}
+        self._adopted: Message | None = None
+        self._attempt: Attempt | None = None
+        self._ready = False
+        self._closed = False
+        self._deaths = 0
+        self._broken: str | None = None
+        self.fenced: str | None = None
+        self.failures = 0
+        self._uploader = self._launch()
+
+    # -------------------------------------------------------------- the uploader
+
+    def _launch(self) -> UploaderProcess:
+        with open(self._spool.log_file(), "wb") as file:  # noqa: PTH123 # a descriptor, not a path
+            uploader = UploaderProcess(file.fileno(), self._event)
+        uploader.send(
+            {
+                "op": "open",
+                "uri": self._config.uri,
+                "storage_options": dict(self._config.storage_options),
+                "part_size": self._config.tuning.part_size,
+                "concurrency": self._config.tuning.concurrency,
+                "run": self._run,
+                "rank": self._rank,
+                "linger": self._config.linger,
+                "save_timeout": self._config.save_timeout,
+            }
+        )
+        return uploader
+
+    def _relaunch(self) -> None:
+        """Start the uploader again: it repeats what the journals say."""
+        with self._changed:
+            if self._closed or self._broken is not None:
+                return
+            self._deaths += 1
+            if self._deaths > _RESTARTS:
+                self._break(
+                    f"the uploader died {self._deaths} times in a row; its log is {self._spool.path}/uploader.log"
+                )
+                return
+            log.error(
+                "the uploader of rank %d died; starting it again (its log: %s/uploader.log)",
+                self._rank,
+                self._spool.path,
+            )
+            self._uploader.wait(_READY_TIMEOUT)  # its end of the socket closes a moment before it does
+            self._uploader = self._launch()
+            if self._attempt is not None:
+                self._uploader.send({"op": "spool", "path": str(self._spool.path), "attempt": self._attempt})
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        for tracked in self._tracked.values():
+            self._fail(tracked, SaveFailedError(f"save {tracked.save}: {reason}"))
+        self._changed.notify_all()
+
+    def adopt(self, where: Path, timeout: float) -> list[str]:
+        """Finish what earlier uploaders left below ``where``. Returns what could not be finished; waits ``timeout`` seconds at most."""
+        self._uploader.send({"op": "adopt", "root": str(where), "timeout": timeout})
+        with self._changed:
+            self._changed.wait_for(lambda: self._adopted is not None or self._broken is not None, timeout)
+            if self._adopted is None:
+                return [f"adoption went on for more than {timeout:.0f} s; it continues in the background"]
+            for text in self._adopted["finished"]:
+                log.info("a save of an earlier attempt was finished on this node: %s", text)
+            return list(self._adopted["failed"])
+
+    def begin(self, attempt: Attempt) -> None:
+        """From now on, saves are those of ``attempt``."""
+        with self._changed:
+            first = self._attempt is None
+            self._attempt = attempt
+        if not first:
+            self._uploader.send({"op": "attempt", "attempt": attempt})
+            return
+        self._uploader.send({"op": "spool", "path": str(self._spool.path), "attempt": attempt})
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._broken is not None, _READY_TIMEOUT)
+            if not self._ready:
+                raise SpoolError(
+                    f"the uploader did not take its spool {self._spool.path}: {self._broken or 'no answer'}; see uploader.log there"
+                )
+
+    def release(self) -> None:
+        """The spools that were adopted are needed no more."""
+        self._uploader.send({"op": "release"})
+
+    def hurry(self) -> None:
+        """A preemption is near: newest save first, nothing else."""
+        self._uploader.send({"op": "hurry"})
+
+    # -------------------------------------------------------------- slots
+
+    def room(self, nbytes: int) -> None:
+        """Raise :class:`SpoolError` if the place has no room for all slots of images of ``nbytes`` bytes."""
+        self._spool.check_room(self._config.slots * _capacity(nbytes))
+
+    def slot(self, nbytes: int, timeout: float) -> Slot | None:
+        """A slot that may be filled with ``nbytes`` bytes; None if none is free after ``timeout`` seconds."""
+        if not self._slots:
+            self._slots = self._spool.make_slots(self._config.slots, _capacity(nbytes))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free() is not None, timeout):
+                return None
+            number = self._free()
+            assert number is not None
+            for tracked in [t for t in self._tracked.values() if t.slot == number]:
+                self._spool.forget(tracked.save)
+                tracked.slot = -1
+        slot = self._slots[number]
+        slot.check()
+        if slot.capacity < nbytes:
+            self._spool.check_room(_capacity(nbytes) - slot.capacity)
+            slot = self._slots[number] = Slot(number, self._spool.directory, _capacity(nbytes))
+        return slot
+
+    def _free(self) -> int | None:
+        """An unused slot, else one whose save failed, else the one with the oldest durable image but the newest."""
+        if self._broken is not None:
+            raise SaveFailedError(self._broken)
+        holders = {t.slot: t for t in sorted(self._tracked.values(), key=lambda t: t.save) if t.slot >= 0}
+        unused = [s.number for s in self._slots if s.number not in holders]
+        failed = [n for n, t in holders.items() if t.future.done() and not t.durable]
+        durable = [n for n, t in holders.items() if t.durable]
+        free = [*unused, *failed, *durable[:-1]]
+        return free[0] if free else None
+
+    def stage(
+        self, slot: Slot, record: RankRecord, checkpoint: Checkpoint, began: float
+    ) -> Future[Checkpoint]:
+        """The slot is filled: journal it and hand it over. ``began`` is when ``save`` was called, by ``time.perf_counter``."""
+        self._spool.write_journal(slot.number, record)
+        nbytes = sum(o.size for o in record.objects)
+        tracked = _Tracked(record.save, slot.number, checkpoint, time.perf_counter() - began, nbytes)
+        with self._changed:
+            self._tracked[record.save] = tracked
+            for old in [t for t in self._tracked.values() if t.slot < 0 and t.future.done()][:-_REMEMBERED]:
+                del self._tracked[old.save]
+        self._uploader.send({"op": "save", "save": [record.save.attempt, record.save.step]})
+        return tracked.future
+
+    # -------------------------------------------------------------- outcomes
+
+    def _event(self, message: Message) -> None:
+        op = message["op"]
+        if op == "gone":
+            self._relaunch()
+            return
+        with self._changed:
+            tracked = self._tracked.get(_save(message["save"])) if "save" in message else None
+            match op:
+                case "adopted":
+                    self._adopted = message
+                case "spool":
+                    self._spool.path = Path(message["path"])
+                    self._ready = True
+                case "broken":
+                    self._break(message["error"])
+                case "delayed":
+                    log.warning("save %s is delayed: %s", message["save"], message["error"])
+                case "closed":
+                    self._closed = True
+                case "durable" if tracked is not None:
+                    tracked.durable, tracked.upload = True, message["seconds"]
+                    self._deaths = 0
+                    if self._rank != 0:
+                        self.failures = 0
+                case "committed" if tracked is not None:
+                    self._commit(tracked)
+                    self._outcome(tracked.save, {})
+                case "failed" if tracked is not None:
+                    self._fail(
+                        tracked, SaveFailedError(f"save {tracked.save} was not committed: {message['error']}")
+                    )
+                    if self._rank == 0:
+                        self._outcome(tracked.save, {"error": message["error"]})
+                case "fenced" if tracked is not None:
+                    self._fence(tracked)
+                    self._outcome(tracked.save, {"fenced": True})
+            self._changed.notify_all()
+
+    def _commit(self, tracked: _Tracked) -> None:
+        if tracked.future.done():
+            return
+        self.failures = 0
+        rate = tracked.nbytes / tracked.upload / 1e9 if tracked.upload else 0.0
+        if self._rank == 0:
+            log.info(
+                "step %d committed: %d bytes in all, stall %.3f s, rank 0 uploaded %d bytes in %.3f s (%.2f GB/s)",
+                tracked.save.step,
+                tracked.checkpoint.nbytes,
+                tracked.stall,
+                tracked.nbytes,
+                tracked.upload,
+                rate,
+            )
+        tracked.future.set_result(tracked.checkpoint)
+
+    def _fail(self, tracked: _Tracked, error: ObjckptError) -> None:
+        if not tracked.future.done():
+            self.failures += 1
+            log.error("%s", error)
+            tracked.future.set_exception(error)
+
+    def _fence(self, tracked: _Tracked) -> None:
+        self.fenced = (
+            f"{self._config.uri}: another attempt has taken this run over, so save {tracked.save} was not committed. Stop this job; what "
+            f"was committed before is safe"
+        )
+        if not tracked.future.done():
+            log.error("%s", self.fenced)
+            tracked.future.set_exception(FencedError(self.fenced))
+
+    def follow(self, peek: Callable[[Save], Any]) -> None:
+        """On ranks but 0: look what rank 0 has told of the open saves."""
+        for tracked in self.open():
+            told = peek(tracked.save)
+            with self._changed:
+                if told is None:
+                    if time.monotonic() - tracked.staged > self._config.save_timeout:
+                        text = f"nothing was heard of it for {self._config.save_timeout:.0f} s"
+                        self._fail(tracked, SaveFailedError(f"save {tracked.save}: {text}"))
+                elif told.get("fenced"):
+                    self._fence(tracked)
+                elif "error" in told:
+                    self._fail(
+                        tracked, SaveFailedError(f"save {tracked.save} was not committed: {told['error']}")
+                    )
+                else:
+                    self._commit(tracked)
+                self._changed.notify_all()
+
+    def open(self) -> list[_Tracked]:
+        """Saves whose future is not done, by step."""
+        with self._changed:
+            return sorted((t for t in self._tracked.values() if not t.future.done()), key=lambda t: t.save)
+
+    def future(self, save: Save) -> Future[Checkpoint] | None:
+        """The future of a save of this process."""
+        tracked = self._tracked.get(save)
+        return None if tracked is None else tracked.future
+
+    def wait(self, timeout: float) -> bool:
+        """Until an event has come, or ``timeout`` seconds. True when no save is open."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(t.future.done() for t in self._tracked.values()), timeout
+            )
+
+    def close(self, *, remove: bool, timeout: float) -> None:
+        """Let the uploader end when it is done, ``remove`` its spool if all is; wait ``timeout`` seconds, then leave it to itself."""
+        with self._changed:
+            self._closed = True
+        self._uploader.send({"op": "close", "remove": remove})
+        if not self._uploader.wait(timeout):
+            self._uploader.leave()
+        for slot in self._slots:
+            slot.close()
+        if self._ready:
+            self._spool.close()
+        else:
+            self._spool.remove()  # no start came of it, so nothing lies in it
+
+
+def _capacity(nbytes: int) -> int:
+    return -(-int(nbytes * _HEADROOM) // _UNIT) * _UNIT
+
+
+def _save(pair: list[int]) -> Save:
+    return Save(Attempt(pair[0]), Step(pair[1]))

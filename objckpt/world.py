@@ -1,0 +1,211 @@
+"""Rank, size, and the agreements of ranks: alone, or through torch.distributed's own store.
+
+Invariants: an agreement gives every rank the same decision or the same error; ranks that do not come are named, and the next agreement
+still works; no collective of a process group is held over I/O. Rank 0 decides, the others wait for its decision: two round trips,
+requests in proportion to the ranks.
+
+Called by ``checkpointer``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch's stubs leave it out
+from torch.distributed.distributed_c10d import _get_default_store  # the job's own store has no public name
+
+from objckpt import errors
+from objckpt.errors import ConfigError, ObjckptError, WorldError
+from objckpt.manifest import JSON
+
+log = logging.getLogger(__name__)
+
+#: From the values of all ranks, in order of rank, to what holds for all. Runs on rank 0; an ObjckptError rises on every rank.
+Rule = Callable[[list[Any]], JSON]
+#: Rank 0's decision reaches the others this many seconds after its own time-out at the latest.
+_SLACK = 10.0
+
+
+class Pending(Protocol):
+    """A reduction on its way."""
+
+    def result(self) -> list[int]:
+        """The maximum over ranks of each number; waits for all ranks."""
+
+
+class World(Protocol):
+    """The ranks of a job as the Checkpointer sees them."""
+
+    rank: int
+    size: int
+
+    def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
+        """Every rank gives a value and gets ``rule`` of all values. :class:`WorldError` names the ranks that did not come."""
+
+    def post(self, key: str, value: JSON) -> None:
+        """Leave a value for the others. From any thread."""
+
+    def peek(self, key: str) -> Any:
+        """What was posted under ``key``; None so far. Does not wait."""
+
+    def maximum(self, numbers: list[int]) -> Pending:
+        """Begin an element-wise maximum over ranks. Every rank calls it, in the same order."""
+
+
+class _Known:
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+
+    def result(self) -> list[int]:
+        return self._numbers
+
+
+class Alone:
+    """A job of one rank, with or without a process group."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._posted: dict[str, JSON] = {}
+
+    def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:  # noqa: ARG002 # one rank waits for nobody
+        """See :class:`World`."""
+        return rule([value])
+
+    def post(self, key: str, value: JSON) -> None:
+        """See :class:`World`."""
+        self._posted[key] = value
+
+    def peek(self, key: str) -> Any:
+        """See :class:`World`."""
+        return self._posted.get(key)
+
+    def maximum(self, numbers: list[int]) -> Pending:
+        """See :class:`World`."""
+        return _Known(numbers)
+
+
+class _Reduction:
+    def __init__(self, work: Any, numbers: torch.Tensor) -> None:
+        self._work = work
+        self._numbers = numbers
+
+    def result(self) -> list[int]:
+        self._work.wait()
+        return [int(n) for n in self._numbers.tolist()]
+
+
+class Ranks:
+    """The default process group's ranks, over its store."""
+
+    _opened = (
+        itertools.count()
+    )  # every rank opens its worlds in the same order, so the number is the same on all
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._store = PrefixStore(f"objckpt/{next(Ranks._opened)}", _get_default_store())
+        self._sequence = 0
+        self._group: Any = None
+
+    def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
+        """See :class:`World`."""
+        number = self._sequence
+        self._sequence += 1
+        answer_key = f"{number}/decision"
+        if self.rank == 0:
+            answer: dict[str, Any] = self._rule(number, value, rule, timeout)
+            self._store.set(answer_key, json.dumps(answer))
+            self._forget(number - 2)
+        else:
+            self._store.set(f"{number}/{self.rank}", json.dumps(value))
+            if not self._wait([answer_key], timeout + _SLACK):
+                raise WorldError(
+                    f"rank 0 did not come to an agreement of all ranks within {timeout + _SLACK:.0f} s: look at its log"
+                )
+            answer = json.loads(self._store.get(answer_key))
+        if "error" in answer:
+            raise _error(answer["error"], answer["message"])
+        return answer["decision"]
+
+    def _rule(self, number: int, value: JSON, rule: Rule, timeout: float) -> dict[str, Any]:
+        keys = [f"{number}/{rank}" for rank in range(1, self.size)]
+        try:
+            self._gather(keys, timeout)
+            values = [value, *(json.loads(v) for v in self._store.multi_get(keys))]
+            return {"decision": rule(values)}
+        except ObjckptError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+        except Exception as error:
+            self._store.set(
+                f"{number}/decision", json.dumps({"error": "ObjckptError", "message": f"rank 0: {error!r}"})
+            )
+            raise
+
+    def _gather(self, keys: list[str], timeout: float) -> None:
+        if not self._wait(keys, timeout):
+            missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
+            raise WorldError(
+                f"rank(s) {', '.join(map(str, missing))} did not come to an agreement of all {self.size} ranks within "
+                f"{timeout:.0f} s: look at their logs; every rank must call restore, save and due at the same steps"
+            )
+
+    def _wait(self, keys: list[str], timeout: float) -> bool:
+        if not keys:
+            return True
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _forget(self, number: int) -> None:
+        if number >= 0:
+            for key in (f"{number}/decision", *(f"{number}/{rank}" for rank in range(1, self.size))):
+                self._store.delete_key(key)
+
+    def post(self, key: str, value: JSON) -> None:
+        """See :class:`World`."""
+        self._store.set(f"posted/{key}", json.dumps(value))
+
+    def peek(self, key: str) -> Any:
+        """See :class:`World`."""
+        name = f"posted/{key}"
+        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+
+    def maximum(self, numbers: list[int]) -> Pending:
+        """See :class:`World`."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        return _Reduction(
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), tensor
+        )
+
+
+def _error(name: str, message: str) -> ObjckptError:
+    kind = getattr(errors, name, ObjckptError)
+    return kind(message) if issubclass(kind, ObjckptError) else ObjckptError(message)
+
+
+def current() -> World:
+    """The world of this process. :class:`ConfigError` if it is one of several that were never joined."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks() if dist.get_world_size() > 1 else Alone()
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is {size} but there is no process group: call torch.distributed.init_process_group() first, or each rank "
+            f"would start an attempt of its own and fence the others"
+        )
+    return Alone()

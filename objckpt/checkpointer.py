@@ -62,6 +62,7 @@ from objckpt.world import current
 
 log = logging.getLogger(__name__)
 
+_STEPS = 10**12  # twelve digits in keys
 _FOLLOW_PERIOD = 1.0  # seconds between looks of ranks but 0 at their futures
 _CLOSE_POLL = 0.02  # seconds
 _END_TIMEOUT = 10.0  # for an uploader without work to end, in seconds
@@ -369,6 +370,10 @@ class Checkpointer:
         size = 0
         slot = None
         try:
+            if type(step) is not int or not 0 <= step < _STEPS:
+                raise ConfigError(
+                    f"step {step!r} is no number of optimizer steps done"
+                )  # as any problem of a rank
             captured = capture(state, rng=self._config.rng)
             shard = self._stager.plan(captured.leaves)
             image = self._stager.image(shard, self._version.run, save)
@@ -439,8 +444,6 @@ class Checkpointer:
                 f"log. The last committed checkpoint is safe"
             )
         step = told[0]["step"]
-        if type(step) is not int or not 0 <= step < 10**12:  # twelve digits in keys
-            raise ConfigError(f"step {step!r} is no number of optimizer steps done")
         if self._last_step is not None and step <= self._last_step:
             raise ConfigError(
                 f"step {step} does not rise: step {self._last_step} was saved or restored before. To go back, call "

@@ -344,7 +344,7 @@ class Run:
             return Outcome.INCOMPLETE
         if world_size > 1:
             self._pause(random.uniform(0, _COMMIT_WAIT))
-        now, outcome = self._settled(save)
+        now, outcome = self.settled(save)
         if outcome is not None:
             return outcome
         for older in self._complete(now):
@@ -359,7 +359,7 @@ class Run:
                     )
         return self._append(index, change)
 
-    def _settled(self, save: Save) -> tuple[Version, Outcome | None]:
+    def settled(self, save: Save) -> tuple[Version, Outcome | None]:
         """The newest version and what it says of ``save``, told only if it is the highest in a list made after it was read.
 
         Else, after a freeze of a day between list and read, it may be another that a frozen peer wrote to a pruned number.
@@ -379,7 +379,7 @@ class Run:
             )
         reference = Reference(index_key(save), len(data), crc64nvme(data))
         while True:
-            now, outcome = self._settled(save)
+            now, outcome = self.settled(save)
             if outcome is not None:
                 return outcome
             if any(now.entry(base) is None for base in index.bases):

@@ -584,11 +584,11 @@ def test_a_version_pruned_between_list_and_read_is_looked_for_again(store):
     class Pruning(Odd):
         done = False
 
-        def head(self, key):
+        def read(self, key, into, offset=0):
             if not self.done:
                 self.done = True
                 overtake(self.store, [2])
-            return self.store.head(key)
+            return self.store.read(key, into, offset)
 
     assert run_of(Pruning(store)).existing().number == version.number + 1
 

@@ -434,13 +434,13 @@ def turns(*steps):
     todo = list(steps)
 
     def choose(waiting):
-        while todo:
+        while True:
             name, stop = todo[0]
             call = waiting.get(name)
-            if call is not None and not (stop and call.verb == stop[0] and call.keys[0].startswith(stop[1])):
+            assert call or not stop, f"{name} has ended without {stop}"
+            if call and not (stop and call.verb == stop[0] and call.keys[0].startswith(stop[1])):
                 return name
             todo.pop(0)
-        raise AssertionError("the order ends too early")
 
     return choose
 
@@ -469,7 +469,7 @@ def test_a_version_that_a_zombie_wrote_to_a_pruned_number_acknowledges_nothing()
         turns(
             ("writes", ("create", MANIFEST_PREFIX)),  # it is about to make version 3
             ("new", None),  # which the start makes
-            ("reads", ("head", MANIFEST_PREFIX)),  # has seen that 3 is the highest
+            ("reads", ("read", MANIFEST_PREFIX)),  # has seen that 3 is the highest
             ("job", None),  # makes 4, prunes 3
             ("writes", ("list", MANIFEST_PREFIX)),  # makes another version 3
             ("reads", None),
@@ -498,7 +498,7 @@ def test_a_deleter_that_reads_what_a_zombie_wrote_to_a_pruned_number_looks_again
         turns(
             ("writes", ("create", MANIFEST_PREFIX)),  # it is about to make version 3, which drops 10
             ("new", None),  # which the rollback to 10 makes
-            ("gc", ("head", MANIFEST_PREFIX)),  # has seen that 3 is the highest
+            ("gc", ("read", MANIFEST_PREFIX)),  # has seen that 3 is the highest
             ("newer", None),  # makes 4
             ("pruner", None),
             ("writes", ("list", MANIFEST_PREFIX)),  # makes another version 3

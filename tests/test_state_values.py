@@ -299,7 +299,9 @@ DAMAGED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("node", DAMAGED, ids=lambda node: str(node)[:50])
+@pytest.mark.parametrize(
+    "node", DAMAGED, ids=[f"{i}-{type(node).__name__}" for i, node in enumerate(DAMAGED)]
+)
 def test_malformed_input_is_a_corrupt_checkpoint_and_nothing_else(node: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"damaged at v(\.|:)"):
         values.decode(node, "v", Reader())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objckpt.commit import Outcome, Run, settled
+from objckpt.commit import Outcome, Run
 from objckpt.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
@@ -286,8 +286,7 @@ class _Uploader:
         """Rank 0: are the other ranks' records there, or has a peer committed?"""
         for save, since in list(self._uncommitted.items()):
             try:
-                version = self._run.existing()
-                outcome = settled(version, save)
+                version, outcome = self._run.settled(save)
                 if outcome is None:
                     outcome = self._run.commit(save, version.world_size, folder=0)
             except (StoreTransientError, CommitUnknownError) as error:

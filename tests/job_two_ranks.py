@@ -1,0 +1,63 @@
+"""A DDP job that the tests start under torchrun, kill, and start again. What it does is said by its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+import objckpt
+
+STEPS, INTERVAL = 10, 2
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(32, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + rank)
+    own = {"drawn": 0.0}
+    state = {"model": model, "optim": optim, "own": objckpt.PerRank(own)}
+    if os.environ.get("JOB_BREAK") == "structure" and rank == 1:
+        state["extra"] = torch.zeros(3)
+    log = open(f"{os.environ['JOB_LOG']}.{rank}", "a", buffering=1)  # noqa: SIM115, PTH123 # open until the end
+
+    def note(**event: object) -> None:
+        log.write(json.dumps(event) + "\n")
+
+    options = json.loads(os.environ["JOB_OPTIONS"])
+    kill_after = int(os.environ.get("JOB_KILL_AFTER", "0"))
+    with objckpt.Checkpointer(
+        os.environ["JOB_URI"], cache=os.environ["JOB_CACHE"], interval=INTERVAL, storage_options=options
+    ) as checkpointer:
+        last = checkpointer.restore(state)
+        done = last.step if last else 0
+        note(resumed=done, own=own["drawn"])
+        while done < STEPS:
+            batch = torch.randn(8, 32)
+            own["drawn"] += batch.sum().item()
+            loss = model(batch).square().mean()
+            optim.zero_grad()
+            loss.backward()
+            optim.step()
+            done += 1
+            note(step=done, loss=loss.item(), own=own["drawn"])
+            if checkpointer.due(done, final=done == STEPS):
+                checkpointer.save(done, state)
+                note(saved=done)
+                if done == kill_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.wait()
+        note(weights=model.module[0].weight.flatten().tolist())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

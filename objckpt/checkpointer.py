@@ -7,7 +7,6 @@ committed, verified to the last byte, or raises; only ``restore`` and the first 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -18,8 +17,6 @@ from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
-
-import torch
 
 from objckpt import config
 from objckpt.commit import Run
@@ -33,6 +30,7 @@ from objckpt.errors import (
     ObjckptError,
     SaveFailedError,
     StateMismatchError,
+    end_fenced_processes_with_their_code,
 )
 from objckpt.local import LocalCopies
 from objckpt.manifest import (
@@ -55,7 +53,7 @@ from objckpt.reader import checkpoint_of, fill
 from objckpt.retention import find, line, no_such_step, retain
 from objckpt.saves import Checkpoint, Saves
 from objckpt.spool import Spool, root, unhashed
-from objckpt.staging import Stager, digest, rank_name
+from objckpt.staging import Stager, digest, estimate, rank_name
 from objckpt.state import TensorSpec, capture, prepare
 from objckpt.store import open_store
 from objckpt.world import current
@@ -115,6 +113,7 @@ class Checkpointer:
         self._followed = 0.0
         self._notices = Notices(self._world)
         self._fenced = False
+        end_fenced_processes_with_their_code()
         previous = _active() if _active is not None else None
         if previous is not None and not previous.closed and not previous.forked:
             log.warning("another Checkpointer is open in this process: it is closed now")
@@ -223,7 +222,7 @@ class Checkpointer:
     def _ready(self, state: Mapping[str, Any]) -> None:
         assert self._saves is not None
         self._saves.release()
-        self._saves.room(_estimate(state) // self._world.size)
+        self._saves.room(estimate(state) // self._world.size)
 
     def _begin(self, step: int | None) -> Version:
         """Adopt what lies on this node, then start; all ranks together (see design: start order)."""
@@ -585,20 +584,3 @@ def _raise(rank: int, kind: str, text: str) -> None:
     if not (isinstance(found, type) and issubclass(found, ObjckptError)):
         found = ObjckptError
     raise found(f"rank {rank}: {text}")
-
-
-def _estimate(state: Mapping[str, Any]) -> int:
-    """Bytes that the state will have: modules as they are, and twice its parameters for each optimizer that has no state yet."""
-    total = 0
-    for value in state.values():
-        with contextlib.suppress(AttributeError):
-            value = value.obj  # PerRank  # noqa: PLW2901
-        if isinstance(value, torch.nn.Module):
-            total += sum(
-                t.numel() * t.element_size()
-                for t in value.state_dict().values()
-                if isinstance(t, torch.Tensor)
-            )
-        elif isinstance(value, torch.optim.Optimizer):
-            total += 2 * sum(p.numel() * p.element_size() for g in value.param_groups for p in g["params"])
-    return total

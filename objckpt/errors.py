@@ -25,6 +25,10 @@ says what happened, to which object, and what to do next. All layers raise from 
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
 from typing import Final
 
 #: A process that was fenced ends with this code (``EX_NOPERM``), so that a supervisor can tell it from a crash.
@@ -119,3 +123,27 @@ class StoreTransientError(StoreError):
 
 class StoreUnsuitableError(StoreError):
     """The store cannot create an object atomically, so it may be read but not written."""
+
+
+def end_fenced_processes_with_their_code() -> None:
+    """From now on, an uncaught :class:`FencedError` ends this process with :data:`FENCED_EXIT_CODE`, after its traceback was printed.
+
+    A supervisor that restarts what failed would otherwise restart it for ever. Python offers no way to choose the code of an uncaught
+    exception but to end the process there and then.
+    """
+    if _end_if_fenced not in _hooks:
+        _hooks[_end_if_fenced] = sys.excepthook
+        sys.excepthook = _end_if_fenced
+
+
+def _end_if_fenced(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _hooks[_end_if_fenced](kind, error, trace)
+    if isinstance(error, FencedError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FENCED_EXIT_CODE)
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+#: Our hook and the one that was there before it.
+_hooks: dict[_Hook, _Hook] = {}

@@ -16,6 +16,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from objckpt.errors import WorldError
 from objckpt.world import Pending, World
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,14 @@ class Notices:
 
     def close(self, *, settle: bool) -> None:
         """Put the handlers back. ``settle``: read what is outstanding, since all ranks are here."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
+        # Python sets handlers in the main thread only. One that is left in place sets a flag that nobody reads, and passes the signal on.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._handlers.items():
+                if handler is not None:  # None: not set from Python, so it cannot be put back from here
+                    signal.signal(number, handler)
+            self._handlers.clear()
         if settle and self._outstanding is not None:
-            self._read()
+            try:
+                self._read()
+            except WorldError as error:  # what is to be closed still has to be
+                log.warning("closing without the other ranks: %s", error)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from objckpt.config import Config
-from objckpt.errors import FencedError, ObjckptError, SaveFailedError, SpoolError
+from objckpt.errors import FencedError, ObjckptError, SaveFailedError, SpoolError, WorldError
 from objckpt.manifest import JSON, Attempt, Rank, RankRecord, Save, Step
 from objckpt.spool import Slot, Spool
 from objckpt.uploader import UploaderProcess
@@ -30,6 +32,7 @@ _RESTARTS = 3  # of an uploader that dies, in a row, before saves fail
 _READY_TIMEOUT = 60.0  # seconds for a new uploader to take its spool
 _HEADROOM = 1.02  # a slot is larger than the first image: states of loaders grow a little
 _UNIT = 1 << 20
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between looks of a rank but 0 that waits for a future
 _REMEMBERED = 100  # settled saves whose futures are kept, should a step be saved again
 
 
@@ -47,6 +50,35 @@ class Checkpoint:
     metadata: JSON = None
 
 
+class _Followed(Future[Checkpoint]):
+    """The future of a rank that is told nothing and has to look: whoever waits for it looks."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """See :class:`Future`."""
+        self._follow(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See :class:`Future`."""
+        self._follow(timeout)
+        return super().exception(0)
+
+    def _follow(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_LOOK
+        while not self.done():
+            self._look()
+            left = pause if deadline is None else min(pause, deadline - time.monotonic())
+            if left <= 0:
+                break
+            wait_for([self], left)
+            pause = min(pause * 1.5, _LAST_LOOK)
+
+
 @dataclass(slots=True, eq=False)
 class _Tracked:
     """A save in this rank's books. ``staged`` in seconds of the monotonic clock."""
@@ -56,10 +88,15 @@ class _Tracked:
     checkpoint: Checkpoint
     stall: float
     nbytes: int
-    future: Future[Checkpoint] = field(default_factory=Future)
+    future: Future[Checkpoint]
     staged: float = field(default_factory=time.monotonic)
     durable: bool = False
     upload: float = 0.0
+    answered: bool = False
+
+    def __post_init__(self) -> None:
+        # What is on its way cannot be called back: a cancelled future would give its slot away while it is being read.
+        self.future.set_running_or_notify_cancel()
 
     @property
     def settled(self) -> bool:
@@ -81,10 +118,13 @@ class Saves:
         self._changed = threading.Condition()
         self._slots: list[Slot] = []
         self._tracked: dict[Save, _Tracked] = {}
+        self._answers: deque[tuple[_Tracked, Checkpoint | ObjckptError]] = deque()
+        self._adopting: Message | None = None
         self._adopted: Message | None = None
         self._attempt: Attempt | None = None
         self._ready = False
         self._closed = False
+        self._peek: Callable[[Save], Any] | None = None
         self._deaths = 0
         self._broken: str | None = None
         self.fenced: str | None = None
@@ -128,20 +168,31 @@ class Saves:
                 self._spool.path,
             )
             self._uploader.wait(_READY_TIMEOUT)  # its end of the socket closes a moment before it does
-            self._uploader = self._launch()
+            try:
+                self._uploader = self._launch()
+            except OSError as error:  # no memory for a process, or somebody removed the spool
+                self._break(f"the uploader died and cannot be started again: {error}")
+                return
+            if self._adopting is not None:
+                self._uploader.send(self._adopting)
             if self._attempt is not None:
-                self._uploader.send({"op": "spool", "path": str(self._spool.path), "attempt": self._attempt})
+                path = self._spool.where()  # the dead one may not have come to say that it published it
+                self._uploader.send({"op": "spool", "path": str(path), "attempt": self._attempt})
+            # No journal tells of those whose slots were given away since.
+            for tracked in self._tracked.values():
+                if self._rank == 0 and tracked.durable and not tracked.answered:
+                    self._uploader.send({"op": "look", "save": [tracked.save.attempt, tracked.save.step]})
 
     def _break(self, reason: str) -> None:
         self._broken = reason
         for tracked in self._tracked.values():
             self._fail(tracked, SaveFailedError(f"save {tracked.save}: {reason}"))
-        self._changed.notify_all()
 
     def adopt(self, where: Path, timeout: float) -> list[str]:
         """Finish what earlier uploaders left below ``where``. Returns what could not be finished; waits ``timeout`` seconds at most."""
-        self._uploader.send({"op": "adopt", "root": str(where), "timeout": timeout})
         with self._changed:
+            self._adopting = {"op": "adopt", "root": str(where), "timeout": timeout}
+            self._uploader.send(self._adopting)
             self._changed.wait_for(lambda: self._adopted is not None or self._broken is not None, timeout)
             if self._adopted is None:
                 return [f"adoption went on for more than {timeout:.0f} s; it continues in the background"]
@@ -195,7 +246,9 @@ class Saves:
         slot.check()
         if slot.capacity < nbytes:
             self._spool.check_room(_capacity(nbytes) - slot.capacity)
-            slot = self._slots[number] = Slot(number, self._spool.directory, _capacity(nbytes))
+            self._slots[number] = Slot(number, self._spool.directory, _capacity(nbytes))
+            slot.close()
+            slot = self._slots[number]
         return slot
 
     def _free(self) -> int | None:
@@ -215,7 +268,8 @@ class Saves:
         """The slot is filled: journal it and hand it over. ``began`` is when ``save`` was called, by ``time.perf_counter``."""
         self._spool.write_journal(slot.number, record)
         nbytes = sum(o.size for o in record.objects)
-        tracked = _Tracked(record.save, slot.number, checkpoint, time.perf_counter() - began, nbytes)
+        future: Future[Checkpoint] = Future() if self._rank == 0 else _Followed(self._look)
+        tracked = _Tracked(record.save, slot.number, checkpoint, time.perf_counter() - began, nbytes, future)
         with self._changed:
             self._tracked[record.save] = tracked
             for old in [t for t in self._tracked.values() if t.slot < 0 and t.future.done()][:-_REMEMBERED]:
@@ -229,12 +283,15 @@ class Saves:
         op = message["op"]
         if op == "gone":
             self._relaunch()
+            self._answer()
             return
+        told: JSON = None
         with self._changed:
             tracked = self._tracked.get(_save(message["save"])) if "save" in message else None
+            earlier = tracked is not None and tracked.answered
             match op:
                 case "adopted":
-                    self._adopted = message
+                    self._adopted, self._adopting = message, None
                 case "spool":
                     self._spool.path = Path(message["path"])
                     self._ready = True
@@ -251,20 +308,43 @@ class Saves:
                         self.failures = 0
                 case "committed" if tracked is not None:
                     self._commit(tracked)
-                    self._outcome(tracked.save, {})
+                    told = {}
                 case "failed" if tracked is not None:
                     self._fail(
                         tracked, SaveFailedError(f"save {tracked.save} was not committed: {message['error']}")
                     )
-                    if self._rank == 0:
-                        self._outcome(tracked.save, {"error": message["error"]})
+                    told = {"error": message["error"]}
                 case "fenced" if tracked is not None:
                     self._fence(tracked)
-                    self._outcome(tracked.save, {"fenced": True})
+                    told = {"fenced": True}
+        if tracked is not None and told is not None and not earlier:
+            self._outcome(tracked.save, told)  # asks the network, so not under the lock
+        self._answer()
+
+    def _answer(self) -> None:
+        """Resolve the futures of what was decided. Not under the lock: it runs callbacks, which may wait for those who wait for us."""
+        while self._answers:
+            try:
+                tracked, answer = self._answers.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if isinstance(answer, Checkpoint):
+                tracked.future.set_result(answer)
+            else:
+                tracked.future.set_exception(answer)
+        with self._changed:
             self._changed.notify_all()
 
+    def _decide(self, tracked: _Tracked, answer: Checkpoint | ObjckptError) -> bool:
+        """Under the lock: what the future will say, once. ``_answer`` is to follow."""
+        if tracked.answered:
+            return False
+        tracked.answered = True
+        self._answers.append((tracked, answer))
+        return True
+
     def _commit(self, tracked: _Tracked) -> None:
-        if tracked.future.done():
+        if not self._decide(tracked, tracked.checkpoint):
             return
         self.failures = 0
         rate = tracked.nbytes / tracked.upload / 1e9 if tracked.upload else 0.0
@@ -278,25 +358,23 @@ class Saves:
                 tracked.upload,
                 rate,
             )
-        tracked.future.set_result(tracked.checkpoint)
 
     def _fail(self, tracked: _Tracked, error: ObjckptError) -> None:
-        if not tracked.future.done():
+        if self._decide(tracked, error):
             self.failures += 1
             log.error("%s", error)
-            tracked.future.set_exception(error)
 
     def _fence(self, tracked: _Tracked) -> None:
         self.fenced = (
             f"{self._config.uri}: another attempt has taken this run over, so save {tracked.save} was not committed. Stop this job; what "
             f"was committed before is safe"
         )
-        if not tracked.future.done():
+        if self._decide(tracked, FencedError(self.fenced)):
             log.error("%s", self.fenced)
-            tracked.future.set_exception(FencedError(self.fenced))
 
     def follow(self, peek: Callable[[Save], Any]) -> None:
         """On ranks but 0: look what rank 0 has told of the open saves."""
+        self._peek = peek
         for tracked in self.open():
             told = peek(tracked.save)
             with self._changed:
@@ -312,7 +390,16 @@ class Saves:
                     )
                 else:
                     self._commit(tracked)
-                self._changed.notify_all()
+        self._answer()
+
+    def _look(self) -> None:
+        if self._peek is not None:
+            try:
+                self.follow(self._peek)
+            except RuntimeError as error:  # the group's store is gone
+                raise WorldError(
+                    f"rank 0 cannot be asked any more what became of the saves: {error}"
+                ) from error
 
     def open(self) -> list[_Tracked]:
         """Saves whose future is not done, by step."""
@@ -338,7 +425,10 @@ class Saves:
         self._uploader.send({"op": "close", "remove": remove})
         if not self._uploader.wait(timeout):
             self._uploader.leave()
+        removed = not self._spool.path.exists()
         for slot in self._slots:
+            if removed:
+                slot.discard()
             slot.close()
         if self._ready:
             self._spool.close()

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from awscrt.checksums import crc64nvme
+
 from objckpt.errors import CorruptCheckpointError, SpoolError
 from objckpt.manifest import (
     Attempt,
@@ -186,6 +188,13 @@ class Slot:
                 f"cleans the cache directory: exempt it, or give another cache="
             )
 
+    def discard(self) -> None:
+        """Give back the memory and disk of a slot that nobody needs. The mapping stays, and would else hold a removed file's pages."""
+        try:
+            self._map.madvise(mmap.MADV_REMOVE)
+        except OSError as error:  # not every file system can
+            log.debug("slot %d is given back when this process ends: %s", self.number, error)
+
     def close(self) -> None:
         """Close the file; the mapping stays."""
         os.close(self._fd)
@@ -251,7 +260,16 @@ class Spool:
     def make_slots(self, count: int, capacity: int) -> list[Slot]:
         """``count`` slots of ``capacity`` bytes, or :class:`SpoolError` if the place has no room for them."""
         self.check_room(count * capacity)
-        return [Slot(number, self.directory, capacity) for number in range(count)]
+        slots: list[Slot] = []
+        try:
+            for number in range(count):
+                slots.append(Slot(number, self.directory, capacity))  # noqa: PERF401 # those made so far are given back
+        except SpoolError:
+            for slot in slots:
+                slot.discard()
+                slot.close()
+            raise
+        return slots
 
     def check_room(self, nbytes: int) -> None:
         """Raise :class:`SpoolError` unless ``nbytes`` and a margin fit into the place."""
@@ -278,6 +296,10 @@ class Spool:
             return False
         self._lock = fd
         return True
+
+    def where(self) -> Path:
+        """Its path by now: another process may have published it."""
+        return Path(f"/proc/self/fd/{self.directory}").readlink()
 
     def publish(self, attempt: Attempt, rank: Rank) -> None:
         """Give a new, locked spool the name under which a later start finds it."""
@@ -315,8 +337,13 @@ class Spool:
             head, _, body = data.partition(b"\n")
             fields = json.loads(head)
             slot, attempt, step, rank = (int(fields[k]) for k in ("slot", "attempt", "step", "rank"))
+            crc64 = int(fields["crc64"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(f"{self.path}/{name} is no journal: {error!r}") from error
+        if crc64nvme(body) != crc64:
+            raise CorruptCheckpointError(
+                f"{self.path}/{name} is damaged: CRC-64 {crc64nvme(body):016x}, not {crc64:016x}"
+            )
         save = Save(Attempt(attempt), Step(step))
         return Journal(slot, decode_record(body, save, Rank(rank)))
 
@@ -326,13 +353,19 @@ class Spool:
 
     def write_journal(self, slot: int, record: RankRecord) -> None:
         """Say that ``slot`` now holds the image of ``record``. From here on the save survives the death of this process."""
+        body = encode_record(record)
         head = {
             "slot": slot,
             "attempt": record.save.attempt,
             "step": record.save.step,
             "rank": record.rank,
+            "crc64": crc64nvme(body),  # the values of the state lie in no other checked place
         }
-        self._write(f"save-{record.save}.json", json.dumps(head).encode() + b"\n" + encode_record(record))
+        self._write(f"save-{record.save}.json", json.dumps(head).encode() + b"\n" + body)
+
+    def holds(self, save: Save) -> bool:
+        """Whether the save's slot still has its image, and has had it so far: the journal goes before the slot is filled again."""
+        return self._exists(f"save-{save}.json")
 
     def forget(self, save: Save) -> None:
         """Remove the journal of a save: its slot is about to be filled again."""
@@ -443,3 +476,15 @@ def scan(where: Path) -> Iterator[Spool]:
                 yield Spool(path)
             except SpoolError:
                 log.debug("%s is gone", path)
+
+
+def clear_earlier_boots(where: Path) -> None:
+    """Remove what earlier boots of this machine left beside ``where``: it is never taken for a save, and slots are large."""
+    host = where.name.rpartition("-")[0]
+    for other in where.parent.iterdir():
+        if other != where and other.name.rpartition("-")[0] == host and not other.is_symlink():
+            for spool in scan(other):
+                if spool.lock():
+                    spool.remove()
+                else:
+                    spool.close()

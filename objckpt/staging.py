@@ -8,8 +8,9 @@ Called by ``checkpointer``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -18,7 +19,7 @@ from objckpt.manifest import Rank, Save
 from objckpt.plan import assign
 from objckpt.shard import DTYPES, Image, Part, layout, whole
 from objckpt.spool import Slot
-from objckpt.state import Leaf
+from objckpt.state import Leaf, PerRank
 
 
 def rank_name(rank: int, name: str) -> str:
@@ -109,3 +110,19 @@ class Stager:
         sources = [leaves[i].tensor for i in shard.leaves]
         if sources:
             torch._foreach_copy_(cached[2], sources)
+
+
+def estimate(state: Mapping[str, Any]) -> int:
+    """Bytes that the state will have at least: modules as they are, two moments for optimizers with betas, and nothing else."""
+    total = 0
+    for wrapped in state.values():
+        value = wrapped.value if isinstance(wrapped, PerRank) else wrapped
+        if isinstance(value, torch.nn.Module):
+            total += sum(_nbytes(t) for t in value.state_dict().values() if isinstance(t, torch.Tensor))
+        elif isinstance(value, torch.optim.Optimizer) and "betas" in value.defaults:
+            total += 2 * sum(_nbytes(p) for group in value.param_groups for p in group["params"])
+    return total
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -100,7 +100,12 @@ class _Reduction:
         self._numbers = numbers
 
     def result(self) -> list[int]:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:  # gloo's: it has no class of its own
+            raise WorldError(
+                f"a rank is gone, or did not come to due() in time: look at the other ranks' logs ({error})"
+            ) from error
         return [int(n) for n in self._numbers.tolist()]
 
 
@@ -115,11 +120,20 @@ class Ranks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._store = PrefixStore(f"objckpt/{next(Ranks._opened)}", _get_default_store())
+        self._posts = self._store.clone()  # a client that waits lets no other thread in, so what is posted has one of its own
         self._sequence = 0
         self._group: Any = None
 
     def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
         """See :class:`World`."""
+        try:
+            return self._decide(value, rule, timeout)
+        except dist.DistError as error:
+            raise WorldError(
+                f"the process group's store does not answer: the launcher or rank 0 is gone, so look at their logs ({error})"
+            ) from error
+
+    def _decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
         number = self._sequence
         self._sequence += 1
         answer_key = f"{number}/decision"
@@ -176,12 +190,12 @@ class Ranks:
 
     def post(self, key: str, value: JSON) -> None:
         """See :class:`World`."""
-        self._store.set(f"posted/{key}", json.dumps(value))
+        self._posts.set(f"posted/{key}", json.dumps(value))
 
     def peek(self, key: str) -> Any:
         """See :class:`World`."""
         name = f"posted/{key}"
-        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+        return json.loads(self._posts.get(name)) if self._posts.check([name]) else None
 
     def maximum(self, numbers: list[int]) -> Pending:
         """See :class:`World`."""

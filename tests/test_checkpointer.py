@@ -260,6 +260,19 @@ def test_two_jobs_on_one_run_the_older_is_fenced(uri, opened):
     assert opened(uri, launch="older", takeover=3).restore(job.state).step == 1
 
 
+def test_an_uncaught_fence_ends_the_process_with_its_own_code(uri, tmp_path):
+    run = runs(uri)
+    for launch in ("older", "newer"):
+        run.start(launch=launch, world_size=1, policy=Policy())
+    program = f"import objckpt; objckpt.Checkpointer({uri!r}, cache={str(tmp_path)!r}, launch='older').restore({{}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == errors.FENCED_EXIT_CODE == 77
+    assert "FencedError" in done.stderr
+    assert "takeover=2" in done.stderr
+
+
 def test_a_restart_on_the_same_node_reads_nothing_from_the_bucket(uri, opened):
     """The bucket's copy is damaged, so that only the slot can have given these bytes."""
     checkpointer = opened(uri)

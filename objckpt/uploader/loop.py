@@ -23,13 +23,14 @@ from objckpt.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
     ObjckptError,
+    SpoolError,
     StoreNotFoundError,
     StorePermissionError,
     StoreTransientError,
 )
 from objckpt.manifest import GROUP_SIZE, Attempt, DataObject, Rank, Save, Step, encode_record, record_key
 from objckpt.retention import prune, reap, retain
-from objckpt.spool import Journal, Spool, hashed, scan
+from objckpt.spool import Journal, Spool, clear_earlier_boots, hashed, scan
 from objckpt.store import ObjectStore, open_store
 from objckpt.transfer import block_checksums, upload, verify, whole_checksum
 from objckpt.uploader.channel import Channel, Message
@@ -151,7 +152,12 @@ class _Uploader:
             case "attempt":
                 self._attempt = Attempt(message["attempt"])
             case "save":
-                self._todo.append(_Pending(_save(message["save"]), time.monotonic()))
+                save = _save(message["save"])
+                if all(pending.save != save for pending in self._todo):  # else the journal was found before
+                    add = self._todo.appendleft if self._hurry else self._todo.append
+                    add(_Pending(save, time.monotonic()))
+            case "look":
+                self._uncommitted.setdefault(_save(message["save"]), time.monotonic())
             case "hurry":
                 self._hurry = True
                 self._todo = deque(sorted(self._todo, key=lambda p: p.save, reverse=True))
@@ -159,6 +165,7 @@ class _Uploader:
                 self._closing, self._remove = True, bool(message["remove"])
             case "gone":
                 self._gone_since = time.monotonic()
+                self._find_untold()
             case other:
                 log.error("message %r is unknown", other)
 
@@ -173,6 +180,14 @@ class _Uploader:
         for journal in self._spool.journals():
             self._todo.append(_Pending(journal.save, time.monotonic()))
         self._tell("spool", path=str(self._spool.path))
+
+    def _find_untold(self) -> None:
+        """Take up saves that the trainer journalled but did not come to tell of before it died."""
+        if self._spool is not None:
+            known = {pending.save for pending in self._todo}
+            for journal in self._spool.journals():
+                if journal.save not in known and not self._spool.durable(journal.save):
+                    self._todo.append(_Pending(journal.save, time.monotonic()))
 
     def _tell(self, op: str, save: Save | None = None, **fields: object) -> None:
         if save is not None:
@@ -224,6 +239,11 @@ class _Uploader:
         data = memoryview(spool.image(journal))
         if crcs is None:
             crcs = block_checksums(data, record.objects[0].block_size)
+            # The trainer may have given the save up (its deadline, a peer's failure) and the slot away while we read it.
+            if not spool.holds(save):
+                raise SpoolError(
+                    f"slot {journal.slot} of {spool.path} was given to another save before {save} was uploaded"
+                )
             spool.write_checksums(save, crcs)
         if len(crcs) != len(record.objects[0].crc64):
             raise CorruptCheckpointError(
@@ -334,9 +354,18 @@ class _Uploader:
 
     def _adopt(self, where: Path, timeout: float) -> None:
         """Finish what earlier uploaders of this run left on this node; wait for those that are alive and still send."""
-        deadline = time.monotonic() + timeout
         finished: list[str] = []
         failed: list[str] = []
+        try:
+            self._adopt_all(where, timeout, finished, failed)
+            clear_earlier_boots(where)
+        except OSError as error:  # told, or the start would wait for the answer until its time-out
+            log.exception("adoption below %s ended early", where)
+            failed.append(f"{where}: {error}")
+        self._tell("adopted", finished=finished, failed=failed)
+
+    def _adopt_all(self, where: Path, timeout: float, finished: list[str], failed: list[str]) -> None:
+        deadline = time.monotonic() + timeout
         while True:
             busy = False
             ours = {spool.path for spool in self._adopted}
@@ -354,7 +383,6 @@ class _Uploader:
             if not busy or time.monotonic() > deadline:
                 break
             time.sleep(_LOCK_POLL)
-        self._tell("adopted", finished=finished, failed=failed)
 
     def _finish(self, spool: Spool, journal: Journal, finished: list[str], failed: list[str]) -> None:
         save = journal.save

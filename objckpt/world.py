@@ -120,7 +120,8 @@ class Ranks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._store = PrefixStore(f"objckpt/{next(Ranks._opened)}", _get_default_store())
-        self._posts = self._store.clone()  # a client that waits lets no other thread in, so what is posted has one of its own
+        # A client that waits lets no other thread in, so what is posted has one of its own.
+        self._posts: Any = self._store.clone()  # type: ignore[attr-defined] # torch's stubs leave it out
         self._sequence = 0
         self._group: Any = None
 

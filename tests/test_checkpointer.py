@@ -302,6 +302,18 @@ def test_an_uploader_that_is_killed_is_started_again_and_commits(uri, opened, ca
     assert "starting it again" in caplog.text
 
 
+def test_what_is_meant_for_the_trainer_does_not_end_its_uploader(uri, opened):
+    checkpointer = opened(uri)
+    job = Job()
+    checkpointer.restore(job.state)
+    uploader = checkpointer._saves._uploader.pid
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(uploader, number)
+    assert checkpointer.save(1, job.state).result(timeout=30).step == 1
+    assert checkpointer._saves._uploader.pid == uploader
+    assert os.getsid(uploader) == uploader, "a launcher's killpg does not reach it"
+
+
 def test_an_uploader_that_dies_for_ever_fails_saves_and_does_not_hang(uri, opened):
     checkpointer = opened(uri)
     job = Job()
@@ -319,6 +331,21 @@ def test_an_uploader_that_dies_for_ever_fails_saves_and_does_not_hang(uri, opene
     changed.set()
     with pytest.raises(errors.SaveFailedError, match="died 4 times in a row"):
         checkpointer.save(1, job.state)
+
+
+def test_a_journal_is_gone_before_its_slot_is_filled_again(uri, opened):
+    """Else a trainer that dies in the middle of staging leaves a journal for an image that is half another one."""
+    checkpointer = opened(uri)
+    job = Job()
+    checkpointer.restore(job.state)
+    saves = checkpointer._saves
+    for step in (1, 2):
+        checkpointer.save(step, job.state).result(timeout=30)
+    assert [j.save.step for j in saves._spool.journals()] == [1, 2]
+    slot = saves.slot(1000, timeout=10)
+    assert [(j.slot, j.save.step) for j in saves._spool.journals()] == [(1 - slot.number, 2)]
+    checkpointer.save(3, job.state).result(timeout=30)
+    assert [j.save.step for j in saves._spool.journals()] == [2, 3]
 
 
 def test_without_a_free_slot_skip_says_so_and_wait_waits(uri, opened, caplog):

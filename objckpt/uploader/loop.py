@@ -81,6 +81,7 @@ class _Uploader:
         self._spool: Spool | None = None
         self._attempt = Attempt(0)
         self._todo: deque[_Pending] = deque()
+        self._newest: Save | None = None  # of those that the trainer told of, or that a journal did
         self._uncommitted: dict[Save, float] = {}  # rank 0: durable saves, and since when
         self._poll = _FIRST_POLL
         self._adopted: list[Spool] = []
@@ -152,7 +153,7 @@ class _Uploader:
             case "attempt":
                 self._attempt = Attempt(message["attempt"])
             case "save":
-                save = _save(message["save"])
+                save = self._newest = _save(message["save"])
                 if all(pending.save != save for pending in self._todo):  # else the journal was found before
                     add = self._todo.appendleft if self._hurry else self._todo.append
                     add(_Pending(save, time.monotonic()))
@@ -178,15 +179,15 @@ class _Uploader:
         if path.name.startswith("."):
             self._spool.publish(attempt, self._rank)
         for journal in self._spool.journals():
+            self._newest = journal.save
             self._todo.append(_Pending(journal.save, time.monotonic()))
         self._tell("spool", path=str(self._spool.path))
 
     def _find_untold(self) -> None:
         """Take up saves that the trainer journalled but did not come to tell of before it died."""
         if self._spool is not None:
-            known = {pending.save for pending in self._todo}
             for journal in self._spool.journals():
-                if journal.save not in known and not self._spool.durable(journal.save):
+                if self._newest is None or journal.save > self._newest:
                     self._todo.append(_Pending(journal.save, time.monotonic()))
 
     def _tell(self, op: str, save: Save | None = None, **fields: object) -> None:

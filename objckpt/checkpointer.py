@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from objckpt import config
+from objckpt.agreement import admit, check_arguments, describe, nobody_has_one
 from objckpt.commit import Run
 from objckpt.errors import (
     FENCED_EXIT_CODE,
@@ -29,13 +31,13 @@ from objckpt.errors import (
     FencedError,
     ObjckptError,
     SaveFailedError,
-    StateMismatchError,
     end_fenced_processes_with_their_code,
 )
 from objckpt.local import LocalCopies
 from objckpt.manifest import (
     BLOCK_SIZE,
     JSON,
+    Attempt,
     Entry,
     Policy,
     Rank,
@@ -60,7 +62,6 @@ from objckpt.world import current
 
 log = logging.getLogger(__name__)
 
-_STEPS = 10**12  # twelve digits in keys
 _FOLLOW_PERIOD = 1.0  # seconds between looks of ranks but 0 at their futures
 _CLOSE_POLL = 0.02  # seconds
 _END_TIMEOUT = 10.0  # for an uploader without work to end, in seconds
@@ -113,6 +114,7 @@ class Checkpointer:
         self._followed = 0.0
         self._notices = Notices(self._world)
         self._fenced = False
+        self._busy = threading.Lock()
         end_fenced_processes_with_their_code()
         previous = _active() if _active is not None else None
         if previous is not None and not previous.closed and not previous.forked:
@@ -130,13 +132,15 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            try:
-                self._end(self._config.exit_timeout, finished=False)
-            except (
-                BaseException
-            ):  # a second Ctrl-C, or the store: neither may hide the exception that is on its way
-                log.exception("closing after %s", kind)
+            return
+        try:
+            if not self.closed and not self.forked:
+                self._world.leave(f"{type(error).__name__}: {error}")
+            self._end(self._config.exit_timeout, finished=False)
+        except KeyboardInterrupt:
+            log.warning("interrupted again: not waiting for the saves on their way; their uploader goes on")
+        except Exception:  # whatever it is, it may not hide the exception that is on its way
+            log.exception("closing after %s", kind)
 
     def close(self) -> None:
         """Wait until every save is committed or has failed, and say that the job has finished unless it was preempted."""
@@ -154,17 +158,23 @@ class Checkpointer:
                 self._saves.close(remove=False, timeout=0)
             return
         saves, self._saves = self._saves, None
-        finished = self._settle(saves, timeout) and finished
-        self._fenced = saves.fenced is not None
-        finished = finished and not self._fenced
-        if finished and self._world.rank == 0:
-            try:
-                self._run.finish(self._version.attempt)
-            except (ObjckptError, OSError):
-                log.exception(
-                    "it could not be noted that the job has finished: a superseded launch stays refused"
-                )
-        saves.close(remove=finished, timeout=min(timeout, _END_TIMEOUT))
+        wait, done = 0.0, False
+        try:
+            done = self._settle(saves, timeout) and finished and saves.fenced is None
+            wait = min(timeout, _END_TIMEOUT)
+            if done and self._world.rank == 0:
+                self._finish(self._version.attempt)
+        finally:
+            self._fenced = saves.fenced is not None
+            saves.close(remove=done, timeout=wait)
+
+    def _finish(self, attempt: Attempt) -> None:
+        try:
+            self._run.finish(attempt)
+        except (ObjckptError, OSError):
+            log.exception(
+                "it could not be noted that the job has finished: a superseded launch stays refused"
+            )
 
     def _settle(self, saves: Saves, timeout: float) -> bool:
         """Wait for all futures, ``timeout`` seconds at most. False if some are open or failed."""
@@ -195,6 +205,16 @@ class Checkpointer:
         :class:`StateMismatchError` (all mismatches listed, nothing changed), :class:`CorruptCheckpointError`, :class:`StoreError`,
         :class:`SpoolError` if no place fits the slots.
         """
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("save() or restore() is at work in another thread: one at a time")
+        try:
+            return self._restore(state, step, strict=strict)
+        finally:
+            self._busy.release()
+
+    def _restore(
+        self, state: MutableMapping[str, Any], step: int | None, *, strict: bool
+    ) -> Checkpoint | None:
         self._check_open()
         if self._version is not None:
             self.wait()
@@ -289,16 +309,12 @@ class Checkpointer:
 
     def _agree(self, problem: BaseException | None) -> None:
         """Raise on every rank the first problem that a rank has."""
-
-        def first(problems: list[Any]) -> JSON:
-            return next(([rank, *p] for rank, p in enumerate(problems) if p is not None), None)
-
-        told: JSON = None if problem is None else [type(problem).__name__, str(problem)]
-        found = self._world.decide(told, first, self._config.agree_timeout)
-        if problem is not None:
-            raise problem
-        if found is not None:
-            _raise(*found)
+        try:
+            self._world.decide(describe(problem), nobody_has_one, self._config.agree_timeout)
+        except ObjckptError as error:
+            if problem is not None and _is_of(type(error), problem):
+                raise problem from error
+            raise
 
     def _load(self, entry: Entry, state: MutableMapping[str, Any], *, strict: bool) -> Checkpoint:
         problem: BaseException | None = None
@@ -353,6 +369,16 @@ class Checkpointer:
         :class:`StateMismatchError` for a value that cannot be stored or ranks with different structures; :class:`ConfigError` for a step
         that does not rise; :class:`WorldError` naming ranks that did not come.
         """
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(
+                "save() or restore() is at work in another thread, or below this signal handler: one at a time"
+            )
+        try:
+            return self._save(step, state, metadata)
+        finally:
+            self._busy.release()
+
+    def _save(self, step: int, state: Mapping[str, Any], metadata: JSON) -> Future[Checkpoint]:
         began = time.perf_counter()
         self._check_open()
         if self._version is None:
@@ -369,22 +395,20 @@ class Checkpointer:
         size = 0
         slot = None
         try:
-            if type(step) is not int or not 0 <= step < _STEPS:
-                raise ConfigError(
-                    f"step {step!r} is no number of optimizer steps done"
-                )  # as any problem of a rank
+            check_arguments(step, metadata)
             captured = capture(state, rng=self._config.rng)
             shard = self._stager.plan(captured.leaves)
             image = self._stager.image(shard, self._version.run, save)
             size = image.size
+            # Half the time that the others wait for this rank, so that they hear of it and do not give it up.
             slot = self._saves.slot(
-                size, self._config.agree_timeout if self._config.when_full == "wait" else 0
+                size, self._config.agree_timeout / 2 if self._config.when_full == "wait" else 0
             )
-        except (ObjckptError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 # likewise: a state_dict of the user's may raise anything
             problem = error
         told: dict[str, JSON] = {
             "step": step,
-            "problem": None if problem is None else [type(problem).__name__, str(problem)],
+            "problem": describe(problem),
             "structure": "" if problem is not None else digest(captured.leaves),
             "free": slot is not None,
             "nbytes": size,
@@ -392,15 +416,20 @@ class Checkpointer:
             "fenced": self._saves.fenced,
         }
         try:
-            decided = self._world.decide(told, self._admit, self._config.agree_timeout)
+            decided = self._world.decide(
+                told,
+                partial(admit, self._last_step, self._config.max_failed_saves),
+                self._config.agree_timeout,
+            )
         except ObjckptError as error:
-            if problem is not None:
+            if problem is not None and _is_of(type(error), problem):
                 raise problem from error
             raise
         if not decided["stage"] or slot is None:
             return self._skipped(step)
         created_at, nbytes = decided["created_at"], decided["nbytes"]
-        self._stager.stage(slot, shard, image, captured.leaves)
+        self._last_step = step
+        checkpoint = Checkpoint(step, save.attempt, self._world.size, nbytes, created_at, metadata)
         rank = Rank(self._world.rank)
         record = RankRecord(
             run=self._version.run,
@@ -415,44 +444,13 @@ class Checkpointer:
             values=captured.values if rank == 0 else None,
             rank_values=captured.rank_values,
         )
-        checkpoint = Checkpoint(step, save.attempt, self._world.size, nbytes, created_at, metadata)
-        self._last_step = step
-        return self._saves.stage(slot, record, checkpoint, began)
-
-    def _admit(self, told: list[dict[str, Any]]) -> JSON:
-        """Rank 0's decision on one save, from what all ranks say."""
-        for rank, t in enumerate(told):
-            if t["problem"] is not None:
-                _raise(rank, *t["problem"])
-        for rank, t in enumerate(told):
-            if t["fenced"] is not None:
-                raise FencedError(t["fenced"])
-            if t["step"] != told[0]["step"]:
-                raise ConfigError(
-                    f"rank {rank} saves step {t['step']}, rank 0 step {told[0]['step']}: every rank saves the same"
-                )
-            if t["structure"] != told[0]["structure"]:
-                raise StateMismatchError(
-                    f"rank {rank} has other tensors than rank 0 (names, dtypes or shapes differ). What is one rank's own must be wrapped: "
-                    f"objckpt.PerRank(...)"
-                )
-        failures = max(t["failures"] for t in told)
-        if failures >= self._config.max_failed_saves:
-            raise SaveFailedError(
-                f"{failures} saves in a row were not committed (max_failed_saves={self._config.max_failed_saves}); see the errors in the "
-                f"log. The last committed checkpoint is safe"
-            )
-        step = told[0]["step"]
-        if self._last_step is not None and step <= self._last_step:
-            raise ConfigError(
-                f"step {step} does not rise: step {self._last_step} was saved or restored before. To go back, call "
-                f"restore(state, step=...); for another experiment, use another run"
-            )
-        return {
-            "stage": all(t["free"] for t in told),
-            "nbytes": sum(t["nbytes"] for t in told),
-            "created_at": round(time.time(), 3),
-        }
+        try:
+            self._stager.stage(slot, shard, image, captured.leaves)
+            return self._saves.stage(slot, record, checkpoint, began)
+        except (ObjckptError, OSError) as error:
+            return self._saves.lost(
+                checkpoint, error
+            )  # the others have agreed to the step, so this rank goes on as they do
 
     def _first_save(self) -> None:
         """Start without a restore: only where there is nothing to restore, and before anything that runs is fenced."""
@@ -577,10 +575,6 @@ def _same(save: Save) -> Save | None:
     return save
 
 
-def _raise(rank: int, kind: str, text: str) -> None:
-    from objckpt import errors  # noqa: PLC0415 # looked up by name
-
-    found = getattr(errors, kind, ObjckptError)
-    if not (isinstance(found, type) and issubclass(found, ObjckptError)):
-        found = ObjckptError
-    raise found(f"rank {rank}: {text}")
+def _is_of(agreed: type[ObjckptError], problem: BaseException) -> bool:
+    """Whether a rank may raise its own error: all handle the same kind alike, as the fall-back to an older checkpoint does."""
+    return type(problem) is agreed or not isinstance(problem, ObjckptError)

@@ -227,7 +227,7 @@ class Run:
             raise StoreUnsuitableError(
                 f"{self.store.uri} does not honour put-if-absent (If-None-Match: *): a second create of {key} was "
                 f"{'accepted' if second else 'the only one to succeed'}. Two jobs could overwrite each other's checkpoints, so "
-                f"objckpt does not write there. Use a store with conditional writes (S3, GCS, MinIO, SeaweedFS, R2 ...).",
+                f"objckpt does not write there. Use a store with conditional writes, such as AWS S3 or SeaweedFS.",
                 uri=self.store.uri,
                 key=key,
             )

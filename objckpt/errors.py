@@ -125,6 +125,16 @@ class StoreUnsuitableError(StoreError):
     """The store cannot create an object atomically, so it may be read but not written."""
 
 
+def named(name: str, message: str) -> ObjckptError:
+    """The error of that class name, as another rank or process tells of it; :class:`ObjckptError` for any name that is none of ours."""
+    kind = globals().get(name)
+    return (
+        kind(message)
+        if isinstance(kind, type) and issubclass(kind, ObjckptError)
+        else ObjckptError(f"{name}: {message}")
+    )
+
+
 def end_fenced_processes_with_their_code() -> None:
     """From now on, an uncaught :class:`FencedError` ends this process with :data:`FENCED_EXIT_CODE`, after its traceback was printed.
 

@@ -270,12 +270,27 @@ class Saves:
         nbytes = sum(o.size for o in record.objects)
         future: Future[Checkpoint] = Future() if self._rank == 0 else _Followed(self._look)
         tracked = _Tracked(record.save, slot.number, checkpoint, time.perf_counter() - began, nbytes, future)
-        with self._changed:
-            self._tracked[record.save] = tracked
-            for old in [t for t in self._tracked.values() if t.slot < 0 and t.future.done()][:-_REMEMBERED]:
-                del self._tracked[old.save]
+        self._track(tracked)
         self._uploader.send({"op": "save", "save": [record.save.attempt, record.save.step]})
         return tracked.future
+
+    def lost(self, checkpoint: Checkpoint, error: Exception) -> Future[Checkpoint]:
+        """Note that this rank could not stage a save that all ranks had agreed on: it will never be complete."""
+        save = Save(Attempt(checkpoint.attempt), Step(checkpoint.step))
+        tracked = _Tracked(save, -1, checkpoint, 0.0, 0, Future())
+        self._track(tracked)
+        with self._changed:
+            self._fail(
+                tracked, SaveFailedError(f"save {save} could not be staged on rank {self._rank}: {error}")
+            )
+        self._answer()
+        return tracked.future
+
+    def _track(self, tracked: _Tracked) -> None:
+        with self._changed:
+            self._tracked[tracked.save] = tracked
+            for old in [t for t in self._tracked.values() if t.slot < 0 and t.future.done()][:-_REMEMBERED]:
+                del self._tracked[old.save]
 
     # -------------------------------------------------------------- outcomes
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 Rule = Callable[[list[Any]], JSON]
 #: Rank 0's decision reaches the others this many seconds after its own time-out at the latest.
 _SLACK = 10.0
+_LOOK_PERIOD = 1.0  # seconds of waiting after which it is looked whether a rank has left
+_LEFT = "left"
 
 
 class Pending(Protocol):
@@ -49,6 +52,9 @@ class World(Protocol):
 
     def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
         """Every rank gives a value and gets ``rule`` of all values. :class:`WorldError` names the ranks that did not come."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank comes to no agreement any more, so that they do not wait for it."""
 
     def post(self, key: str, value: JSON) -> None:
         """Leave a value for the others. From any thread."""
@@ -81,6 +87,9 @@ class Alone:
         """See :class:`World`."""
         return rule([value])
 
+    def leave(self, reason: str) -> None:
+        """See :class:`World`."""
+
     def post(self, key: str, value: JSON) -> None:
         """See :class:`World`."""
         self._posted[key] = value
@@ -112,9 +121,8 @@ class _Reduction:
 class Ranks:
     """The default process group's ranks, over its store."""
 
-    _opened = (
-        itertools.count()
-    )  # every rank opens its worlds in the same order, so the number is the same on all
+    # Every rank opens its worlds in the same order, so the number is the same on all.
+    _opened = itertools.count()
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -150,7 +158,7 @@ class Ranks:
                 )
             answer = json.loads(self._store.get(answer_key))
         if "error" in answer:
-            raise _error(answer["error"], answer["message"])
+            raise errors.named(answer["error"], answer["message"])
         return answer["decision"]
 
     def _rule(self, number: int, value: JSON, rule: Rule, timeout: float) -> dict[str, Any]:
@@ -178,11 +186,26 @@ class Ranks:
     def _wait(self, keys: list[str], timeout: float) -> bool:
         if not keys:
             return True
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout))
-        except dist.DistStoreError:
-            return False
-        return True
+        deadline = time.monotonic() + timeout
+        while True:
+            began = time.monotonic()
+            left = deadline - began
+            period = max(0.001, min(left, _LOOK_PERIOD))
+            try:
+                self._store.wait(keys, timedelta(seconds=period))
+            except RuntimeError:  # TCPStore's time-out is a DistStoreError, FileStore's is no more than this
+                if time.monotonic() - began < period / 2:
+                    raise  # no time-out: the store itself failed
+                if self._store.check([_LEFT]):
+                    raise WorldError(self._store.get(_LEFT).decode()) from None
+                if left <= _LOOK_PERIOD:
+                    return False
+            else:
+                return True
+
+    def leave(self, reason: str) -> None:
+        """See :class:`World`."""
+        self._posts.set(_LEFT, f"rank {self.rank} left the training loop with an error: {reason}")
 
     def _forget(self, number: int) -> None:
         if number >= 0:
@@ -206,11 +229,6 @@ class Ranks:
         return _Reduction(
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), tensor
         )
-
-
-def _error(name: str, message: str) -> ObjckptError:
-    kind = getattr(errors, name, ObjckptError)
-    return kind(message) if issubclass(kind, ObjckptError) else ObjckptError(message)
 
 
 def current() -> World:

@@ -138,3 +138,45 @@ def test_ranks_with_different_structures_all_get_the_error(launches, tmp_path):
     assert launches.start(tmp_path / "cache", JOB_BREAK="structure").wait(90) != 0
     assert launches.output(1).count("StateMismatchError: rank 1 has other tensors than rank 0") >= 2
     assert objckpt.open(launches.uri, **launches.options).latest() is None
+
+
+LEAVING = """
+import datetime, os, sys, time
+import torch.distributed as dist
+from objckpt.errors import WorldError
+from objckpt.world import current
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+world = current()
+assert world.decide(dist.get_rank(), sum, 60) == 1
+if dist.get_rank() == 1:
+    world.leave("ZeroDivisionError: by zero")
+    sys.stdin.read()
+else:
+    began = time.monotonic()
+    try:
+        world.decide(None, len, 60)
+    except WorldError as error:
+        assert time.monotonic() - began < 30
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_hear_at_once_of_one_that_left(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING, f"file://{tmp_path}/group", str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert (
+            ranks[0].stdout.readline()
+            == "rank 1 left the training loop with an error: ZeroDivisionError: by zero\n"
+        )
+    finally:
+        for rank in ranks:
+            rank.communicate(timeout=60)

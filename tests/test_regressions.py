@@ -316,3 +316,91 @@ def test_spools_of_earlier_boots_are_removed_unless_somebody_holds_them(tmp_path
     clear_earlier_boots(now)
     assert [s.path.exists() for s in spools] == [False, True, True, True]
     held.close()
+
+
+# ------------------------------------------------------------------ one rank's trouble is no other rank's hang
+
+
+def test_a_save_within_a_save_is_refused_and_harms_neither(opened):
+    """From a second thread or a signal handler it would take the slot that the first one is about to fill."""
+    checkpointer = opened()
+    checkpointer.restore(dict(STATE))
+    heard = []
+
+    class Nosy:
+        def state_dict(self):
+            try:
+                checkpointer.save(2, STATE)
+            except errors.ConfigError as error:
+                heard.append(str(error))
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    assert checkpointer.save(1, {**STATE, "nosy": Nosy()}).result(timeout=30).step == 1
+    assert "one at a time" in heard[0]
+    assert checkpointer.save(2, STATE).result(timeout=30).step == 2
+
+
+@pytest.mark.parametrize("metadata", [{"loss": float("nan")}, {"loss": torch.tensor(1.0)}])
+def test_metadata_that_is_not_json_is_refused_before_anything_is_agreed(opened, metadata):
+    checkpointer = opened()
+    checkpointer.restore(dict(STATE))
+    with pytest.raises(errors.ConfigError, match="must be JSON"):
+        checkpointer.save(1, STATE, metadata=metadata)
+    assert checkpointer.save(1, STATE, metadata={"loss": 1.0}).result(timeout=30).metadata == {"loss": 1.0}
+
+
+def test_any_error_of_a_state_dict_rises_and_the_same_step_can_be_saved_again(opened):
+    checkpointer = opened()
+    checkpointer.restore(dict(STATE))
+
+    class Broken:
+        def state_dict(self):
+            raise ZeroDivisionError
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        checkpointer.save(1, {**STATE, "broken": Broken()})
+    assert checkpointer.save(1, STATE).result(timeout=30).step == 1
+
+
+def test_a_disk_that_fills_while_a_save_is_staged_fails_that_save_alone(opened, monkeypatch):
+    checkpointer = opened()
+    checkpointer.restore(dict(STATE))
+    real = Spool.write_journal
+
+    def full(*_):
+        raise errors.SpoolError("cannot write: No space left on device")
+
+    monkeypatch.setattr(Spool, "write_journal", full)
+    future = checkpointer.save(1, STATE)
+    with pytest.raises(errors.SaveFailedError, match="could not be staged on rank 0"):
+        future.result(timeout=0)
+    assert checkpointer.save(1, STATE) is future
+    monkeypatch.setattr(Spool, "write_journal", real)
+    assert checkpointer.save(2, STATE).result(timeout=30).step == 2
+    assert [c.step for c in checkpointer.checkpoints()] == [2]
+
+
+def test_a_second_interrupt_skips_the_wait_and_hides_nothing(opened, monkeypatch, caplog):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(ZeroDivisionError), opened() as checkpointer:
+        checkpointer.restore(dict(STATE))
+        uploader = checkpointer._saves._uploader
+        checkpointer.save(1, STATE)
+        monkeypatch.setattr(objckpt.Checkpointer, "_settle", interrupted)
+        raise ZeroDivisionError
+    assert "interrupted again" in caplog.text
+    assert "Traceback" not in caplog.text
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{uploader.pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{uploader.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        time.sleep(0.02)
+    assert objckpt.open(checkpointer._store.uri).latest().step == 1, "its uploader went on, and ended"

@@ -21,6 +21,7 @@ from objckpt import errors
 from objckpt.commit import Run
 from objckpt.manifest import Policy, Rank, Save, data_key, encode_version, version_key
 from objckpt.retention import retain
+from objckpt.saves import Saves
 from objckpt.store import open_store, read_all
 
 
@@ -388,7 +389,10 @@ def test_a_value_that_cannot_be_stored_is_named_and_the_next_save_works(uri, ope
     assert checkpointer.save(1, job.state).result(timeout=30).step == 1
 
 
-def test_a_preemption_notice_saves_and_ends_with_75(uri, opened):
+def test_a_preemption_notice_saves_and_ends_with_75(uri, opened, monkeypatch):
+    hurried = []
+    real = Saves.hurry
+    monkeypatch.setattr(Saves, "hurry", lambda self: (hurried.append(1), real(self)))
     job = Job()
     before = signal.getsignal(signal.SIGTERM)
     with opened(uri, interval=100) as checkpointer:
@@ -403,6 +407,7 @@ def test_a_preemption_notice_saves_and_ends_with_75(uri, opened):
                 checkpointer.save(done, job.state)
     assert checkpointer.exit_code == errors.PREEMPTED_EXIT_CODE == 75
     assert objckpt.open(uri).latest().step == done <= 8
+    assert hurried == [1]
     assert runs(uri).existing().launch is not None, "not finished"
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -88,7 +88,7 @@ def test_one_process_holds_a_spool_and_its_death_frees_it(where):
     spool = Spool.create(where)
     context = multiprocessing.get_context("spawn")
     locked, release = context.Event(), context.Event()
-    holder = context.Process(target=_hold, args=(spool.path, locked, release))
+    holder = context.Process(target=_hold, args=(spool.path, locked, release), daemon=True)
     holder.start()
     assert locked.wait(60)
     assert not spool.lock()

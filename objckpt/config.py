@@ -18,7 +18,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -189,14 +189,15 @@ class Tuning:
     ``OBJCKPT_PART_SIZE`` and so on.
 
     ``part_size``: of one part of a multipart upload and one range of a download (S3 allows 5 MiB to 5 GiB);
-    ``concurrency``: parts on their way at one time, per node, divided by the ranks on it.
+    ``concurrency``: parts on their way at one time on this node; each of its ranks (``LOCAL_WORLD_SIZE``)
+    has its share of them, and at least one.
     """
 
     part_size: int = field(
         default=16 * _MIB,
         metadata=_by(_integer(5 * _MIB, 5 << 30, why="S3's limits for a part, in bytes"), _int_text),
     )
-    concurrency: int = field(default=4, metadata=_by(_integer(1, 256), _int_text))
+    concurrency: int = field(default=16, metadata=_by(_integer(1, 256), _int_text))
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -290,8 +291,16 @@ def load(**keywords: Any) -> Config:
             "no URI was given: say Checkpointer('s3://bucket/run'), set OBJCKPT_URI, "
             f'or write uri = "s3://bucket/run" under [checkpoint] in {_FILE}'
         )
+    share = max(1, values["tuning"].concurrency // _local_world_size(os.environ))
+    values["tuning"] = replace(values["tuning"], concurrency=share)
     values.setdefault("launch", launch_id(os.environ))
     return Config(**values)
+
+
+def _local_world_size(environ: Mapping[str, str]) -> int:
+    """Ranks on this node, as torchrun tells them; 1 if nothing does."""
+    text = environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:

@@ -54,7 +54,7 @@ def test_defaults_are_those_of_the_design():
         launch=None,
         takeover=None,
         rng=True,
-        tuning=Tuning(part_size=16 << 20, concurrency=4),
+        tuning=Tuning(part_size=16 << 20, concurrency=16),
     )
 
 
@@ -363,3 +363,9 @@ def test_the_annotations_are_types():
 def test_reading_the_configuration_loads_no_torch():
     code = "import sys, objckpt.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("ranks", "share"), [("1", 8), ("2", 4), ("3", 2), ("100", 1), ("", 8), ("two", 8)])
+def test_the_connections_of_a_node_are_shared_by_its_ranks(monkeypatch, ranks, share):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert load(uri="s3://bucket/run", tuning=Tuning(concurrency=8)).tuning.concurrency == share

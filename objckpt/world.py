@@ -169,7 +169,7 @@ class Ranks:
             return {"decision": rule(values)}
         except ObjckptError as error:
             return {"error": type(error).__name__, "message": str(error)}
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait for the decision
             self._store.set(
                 f"{number}/decision", json.dumps({"error": "ObjckptError", "message": f"rank 0: {error!r}"})
             )

@@ -75,7 +75,7 @@ class MultipartUpload:
             parts = self._send_all(upload_id)
             whole = self._combined(parts, crc64)
             self._complete(upload_id, parts, whole)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too leaves no parts that are billed for ever
             self._abort(upload_id)
             raise
 

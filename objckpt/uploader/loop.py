@@ -62,11 +62,11 @@ def serve(channel: Channel) -> None:
         store = open_store(
             opened["uri"], part_size=opened["part_size"], connections=opened["concurrency"], **options
         )
-        _Uploader(channel, store, opened).run()
-    except Exception as error:
-        log.exception("the uploader ends")
+    except (ObjckptError, OSError) as error:
+        log.exception("the store cannot be opened")
         channel.send({"op": "broken", "error": f"{type(error).__name__}: {error}"})
-        raise
+        return
+    _Uploader(channel, store, opened).run()
 
 
 class _Uploader:

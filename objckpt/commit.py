@@ -139,7 +139,10 @@ class Run:
                 data = read_all(self.store, version_key(number), size)
             except StoreNotFoundError:
                 continue  # pruned between list and read, so there is a higher one
-            self._latest = decode_version(data, number)
+            try:
+                self._latest = decode_version(data, number)
+            except CorruptCheckpointError as error:
+                raise type(error)(f"{self.store.uri}: {error}") from error
             return self._latest
 
     def _highest(self, known: int = 0) -> int | None:

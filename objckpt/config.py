@@ -49,7 +49,7 @@ def _uri(value: object) -> str:
         text = "file://" + text
     match = _SCHEME.fullmatch(text)
     if match is None:
-        shown = redact("s3://" + text)
+        shown = "s3://bucket/run" if ":/" in text else redact("s3://" + text)
         raise ValueError(f"has no scheme; say {shown} for a bucket, or an absolute path for a directory")
     scheme, rest = match[1], match[2].rstrip("/")
     if not rest and scheme != "memory":

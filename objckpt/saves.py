@@ -381,8 +381,8 @@ class Saves:
 
     def _fence(self, tracked: _Tracked) -> None:
         self.fenced = (
-            f"{self._config.uri}: another attempt has taken this run over, so save {tracked.save} was not committed. Stop this job; what "
-            f"was committed before is safe"
+            f"{self._config.uri}: another attempt has taken this run over, so step {tracked.save.step} was not committed. Stop this "
+            f"job; what was committed before is safe, and `objckpt ls` shows who took over"
         )
         if self._decide(tracked, FencedError(self.fenced)):
             log.error("%s", self.fenced)

@@ -193,6 +193,7 @@ def test_uris_are_kept_and_absolute_paths_become_file_uris(given, kept):
     ("uri", "said"),
     [
         ("bucket/run", "say s3://bucket/run for a bucket, or an absolute path"),
+        ("s3:/bucket/run", "say s3://bucket/run for a bucket"),
         ("s3://", "names no place"),
         ("file://nvme/run", "say file:///nvme/run"),
         ("/", "names no place"),

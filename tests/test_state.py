@@ -39,13 +39,35 @@ def test_each_dtype_keeps_its_bits(name: str) -> None:
     shapes = {"whole": (3, 4), "zero": (), "empty": (0, 5), "one": (1,)}
     state: dict[str, Any] = {key: noise(dtype, shape) for key, shape in shapes.items()}
     live = noise(dtype, (3, 4))
-    anew: dict[str, Any] = {"whole": live, "zero": None, "empty": 3, "one": torch.zeros(7)}
+    anew: dict[str, Any] = {"whole": live, "zero": None, "empty": 3, "one": "x"}
     Stored(capture(state)).restore(anew)
     assert anew["whole"] is live
     for key in shapes:
         assert anew[key].dtype is dtype
         assert anew[key].shape == state[key].shape
         assert bits(anew[key]) == bits(state[key])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(5), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)])
+def test_a_bare_tensor_that_does_not_fit_is_a_mismatch(other: torch.Tensor) -> None:
+    """Else it would be replaced in the state, and who holds the old one would not see the restore."""
+    stored = Stored(capture({"ema": torch.ones(4), "inner": [{"x": torch.ones(4)}]}))
+    for anew in (
+        {"ema": other, "inner": [{"x": torch.zeros(4)}]},
+        {"ema": torch.zeros(4), "inner": [{"x": other}]},
+    ):
+        with pytest.raises(StateMismatchError, match=r"the checkpoint has float32 \[4\], the state has"):
+            stored.restore(anew)
+    assert not other.any()
+
+
+def test_an_optimizer_of_another_class_is_a_mismatch() -> None:
+    model = torch.nn.Linear(2, 2)
+    stored = Stored(capture({"m": model, "o": torch.optim.AdamW(model.parameters())}))
+    anew = {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(StateMismatchError, match=r"betas.*a SGD does not"):
+        stored.restore(anew)
+    assert anew["o"].param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("name", DTYPES)

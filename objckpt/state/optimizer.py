@@ -20,6 +20,10 @@ from objckpt.state.places import Device, Places, ValueReader
 from objckpt.state.values import JSON, Node
 
 _OWN_OPTIONS: Final = ("foreach", "fused", "capturable", "differentiable")
+#: What schedulers of torch add to the groups, so that it may be missing until they are made.
+_OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
 _SHOWN: Final = 8  # names in one message: a model's other mismatches name each of them already
 
 
@@ -105,6 +109,16 @@ class OptimizerRestore:
         }
         for index, (group, members) in enumerate(zip(groups, self._members, strict=True)):
             where = self._group_path(index)
+            saved = self._options[index]
+            unknown = (
+                sorted({*saved} - {*group} - {*_OWN_OPTIONS} - _OF_SCHEDULERS) if type(saved) is dict else []
+            )
+            if unknown:
+                self._one_sided(
+                    where,
+                    f"the checkpoint has the options {_some(unknown)}, a {type(self._optimizer).__name__} does not: "
+                    "make an optimizer of the class that was saved",
+                )
             gone = [name for name in members if name not in self._parameters]
             if gone:
                 self._one_sided(

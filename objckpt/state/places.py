@@ -90,14 +90,20 @@ class Places:
             self._places[path] = _Place(name, live, live.device)
 
     def want_like(self, path: str, name: str, live: Any, device: Device) -> torch.Tensor:
-        """``live`` is filled if it is a tensor that fits, else one is made, on its device if it is a tensor at all."""
+        """``live`` is filled if it is a tensor, or it is a problem that it does not fit; with nothing there, one is made."""
         spec = self.spec(name, path)
         if not isinstance(live, torch.Tensor):
             return self._want(path, name, None, device)
         reason = tensors.why_not_stored(live)
         if reason is not None:
             self.findings.problem(path, reason)
-        elif spec == tensors.spec_of(live) and tensors.is_fillable(live) and self._is_free(path, name, live):
+        elif spec != tensors.spec_of(live):
+            self.findings.one_sided(
+                path,
+                f"the checkpoint has {spec}, the state has {tensors.spec_of(live)}: make the tensor as it was saved, or remove it "
+                "from the state before restoring, and a new one is put there",
+            )
+        elif tensors.is_fillable(live) and self._is_free(path, name, live):
             return self._want(path, name, live, live.device)
         return self._want(path, name, None, live.device)
 

@@ -123,5 +123,5 @@ def _check_scheme(uri: str, scheme: str) -> None:
     if scheme not in known:
         nearest = difflib.get_close_matches(scheme, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"unknown scheme {scheme}:// (did you mean {nearest}://?): fsspec knows {', '.join(known)}"
+            f"unknown scheme {scheme}:// (did you mean {nearest}://?): objckpt writes to s3://bucket/prefix and file:///folder"
         )

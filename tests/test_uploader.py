@@ -16,6 +16,7 @@ from objckpt.manifest import Attempt, Policy, Rank, RankRecord, Save, Step, data
 from objckpt.retention import retain
 from objckpt.spool import Spool, root, slot_name, unhashed
 from objckpt.store import open_store, read_all
+from objckpt.transfer import block_checksums
 from objckpt.uploader import loop
 from objckpt.uploader.channel import Channel
 from objckpt.uploader.loop import serve
@@ -171,6 +172,8 @@ def test_a_save_becomes_durable_then_committed(store, run, tmp_path):
     trainer = Trainer(store, root(tmp_path, version.run), version).begin()
     save, image = trainer.save(10)
     assert trainer.event("durable")["nbytes"] == len(image)
+    # What a later process finds in the slot is checked against this first pass.
+    assert trainer.spool.checksums(save) == block_checksums(memoryview(image), BLOCK)
     assert run.store.head(record_key(save, Rank(0)))
     assert trainer.event("committed")["save"] == [save.attempt, save.step]
     assert committed(run) == [save]
@@ -234,8 +237,6 @@ def test_a_flipped_bit_in_the_slot_after_its_first_pass_is_refused(store, run, t
     trainer = Trainer(store, root(tmp_path, version.run), version)
     image = bytes(5 * BLOCK)
     save = trainer.fill(10, image)
-    from objckpt.transfer import block_checksums
-
     trainer.spool.write_checksums(save, block_checksums(memoryview(image), BLOCK))
     trainer.slots[0].view[4 * BLOCK + 3] ^= 4
     trainer.begin()  # an uploader that takes over after a crash

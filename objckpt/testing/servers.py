@@ -135,7 +135,7 @@ class SeaweedFS:
                         raise
                 else:
                     return
-        except BaseException:
+        except BaseException:  # a Ctrl-C while it starts leaves no process either
             self.stop()
             raise
 
@@ -250,7 +250,7 @@ class SeaweedFS:
             )
         try:
             self._wait_until_ready(self._process)
-        except BaseException:
+        except BaseException:  # likewise
             self.kill()
             raise
 

@@ -12,7 +12,7 @@ import time
 from typing import Any, Final
 
 from objckpt.errors import ConfigError, FencedError, SaveFailedError, StateMismatchError, named
-from objckpt.manifest import JSON
+from objckpt.manifest import JSON, Save
 
 _STEPS: Final = 10**12  # twelve digits in keys
 
@@ -32,18 +32,38 @@ def describe(problem: BaseException | None) -> JSON:
     return None if problem is None else [type(problem).__name__, str(problem)]
 
 
-def nobody_has_one(problems: list[Any]) -> JSON:
-    """Raise the first problem that a rank has."""
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            kind, text = problem
+def one_uri(uris: list[str]) -> None:
+    """Raise unless every rank has rank 0's URI."""
+    for rank, uri in enumerate(uris):
+        if uri != uris[0]:
+            raise ConfigError(f"rank {rank} has another URI than rank 0: {uri} and {uris[0]}")
+
+
+def nothing_to_restore(uri: str, head: Save | None) -> None:
+    """Raise if there is a newest checkpoint that this job did not continue."""
+    if head is not None:
+        raise ConfigError(
+            f"{uri} has checkpoints (the newest is step {head.step}), but restore() was not called, so this job did not continue them. "
+            f"Call restore(state) first, or use another run"
+        )
+
+
+def all_done(told: list[dict[str, Any]]) -> JSON:
+    """Whether every rank is ``done``; raises the first ``problem`` that a rank has."""
+    _nobody_has_one(told)
+    return all(t["done"] for t in told)
+
+
+def _nobody_has_one(told: list[dict[str, Any]]) -> None:
+    for rank, t in enumerate(told):
+        if t["problem"] is not None:
+            kind, text = t["problem"]
             raise named(kind, f"rank {rank}: {text}")
-    return None
 
 
 def admit(last_step: int | None, max_failed_saves: int, told: list[dict[str, Any]]) -> JSON:
     """Whether a save is staged, from what all ranks say: ``stage`` (all have a slot), ``nbytes`` in all, ``created_at``."""
-    nobody_has_one([t["problem"] for t in told])
+    _nobody_has_one(told)
     for rank, t in enumerate(told):
         if t["fenced"] is not None:
             raise FencedError(t["fenced"])

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from objckpt import config
-from objckpt.agreement import admit, check_arguments, describe, nobody_has_one
+from objckpt.agreement import admit, all_done, check_arguments, describe, nothing_to_restore, one_uri
 from objckpt.commit import Run
 from objckpt.errors import (
     FENCED_EXIT_CODE,
@@ -31,6 +31,7 @@ from objckpt.errors import (
     FencedError,
     ObjckptError,
     SaveFailedError,
+    WorldError,
     end_fenced_processes_with_their_code,
 )
 from objckpt.local import LocalCopies
@@ -54,7 +55,7 @@ from objckpt.preemption import Notices
 from objckpt.reader import checkpoint_of, fill
 from objckpt.retention import find, line, no_such_step, retain
 from objckpt.saves import Checkpoint, Saves
-from objckpt.spool import Spool, root, unhashed
+from objckpt.spool import Spool, choose, roots, unhashed
 from objckpt.staging import Stager, digest, estimate, rank_name
 from objckpt.state import TensorSpec, capture, prepare
 from objckpt.store import open_store
@@ -62,8 +63,9 @@ from objckpt.world import current
 
 log = logging.getLogger(__name__)
 
-_FOLLOW_PERIOD = 1.0  # seconds between looks of ranks but 0 at their futures
+_FOLLOW_PERIOD = 1.0  # seconds between looks at what the other ranks told of saves
 _CLOSE_POLL = 0.02  # seconds
+_ADOPTION_SLICE = 5.0  # seconds after which ranks that adopt tell each other that they are still there
 _END_TIMEOUT = 10.0  # for an uploader without work to end, in seconds
 
 _active: weakref.ref[Checkpointer] | None = None
@@ -107,12 +109,13 @@ class Checkpointer:
         self._stager = Stager(Rank(self._world.rank), self._world.size)
         self._version: Version | None = None
         self._saves: Saves | None = None
+        self._nbytes = 0  # of the state of all ranks, as far as it was known when the attempt began
         self._last_step: int | None = None  # of a save or of the head that was restored
         self._restored = False
         self.closed = False
         self.forked = False
         self._followed = 0.0
-        self._notices = Notices(self._world)
+        self._notices = Notices(self._world, self._config.agree_timeout)
         self._fenced = False
         self._busy = threading.Lock()
         end_fenced_processes_with_their_code()
@@ -180,13 +183,14 @@ class Checkpointer:
         """Wait for all futures, ``timeout`` seconds at most. False if some are open or failed."""
         deadline = time.monotonic() + timeout
         while saves.open() and time.monotonic() < deadline:
-            if self._world.rank != 0:
-                try:
-                    saves.follow(self._peek)
-                except RuntimeError as error:  # the group's store is gone, and with it who could tell
-                    log.warning("rank 0 cannot be asked any more what became of the saves: %s", error)
+            try:
+                saves.follow()
+            except WorldError as error:
+                log.warning("%s", error)
+                if self._world.rank != 0:
                     return False
-            saves.wait(_CLOSE_POLL if self._world.rank != 0 else max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            saves.wait(left if self._world.size == 1 else min(left, _CLOSE_POLL))
         for tracked in saves.open():
             log.warning("save %s is still on its way; its uploader goes on", tracked.save)
         return not saves.open() and saves.failures == 0
@@ -218,7 +222,7 @@ class Checkpointer:
         self._check_open()
         if self._version is not None:
             self.wait()
-        version = self._begin(step)
+        version = self._begin(step, state)
         while version.head is not None:
             entry = version.entry(version.head)
             assert entry is not None  # decode_version has checked it
@@ -232,40 +236,59 @@ class Checkpointer:
                 version = self._start(partial(_same, older))
                 continue
             self._restored, self._last_step = True, checkpoint.step
-            self._ready(state)
+            self._ready(max(checkpoint.nbytes, estimate(state)))
             log.info("restored step %d of attempt %d", checkpoint.step, checkpoint.attempt)
             return checkpoint
         self._restored = True
-        self._ready(state)
+        self._ready(estimate(state))
         return None
 
-    def _ready(self, state: Mapping[str, Any]) -> None:
+    def _ready(self, nbytes: int) -> None:
+        """Make the slots for this rank's part of a state of ``nbytes`` bytes now, so that the first save finds them warm."""
         assert self._saves is not None
         self._saves.release()
-        self._saves.room(estimate(state) // self._world.size)
+        problem: BaseException | None = None
+        try:
+            self._saves.make_slots(nbytes // self._world.size, touch=True)
+        except (ObjckptError, OSError) as error:
+            problem = error
+        self._agree(problem)
 
-    def _begin(self, step: int | None) -> Version:
+    def _begin(self, step: int | None, state: Mapping[str, Any]) -> Version:
         """Adopt what lies on this node, then start; all ranks together (see design: start order)."""
         config = self._config
 
         def same(uris: list[str]) -> JSON:
-            for rank, other in enumerate(uris):
-                if other != uris[0]:
-                    raise ConfigError(f"rank {rank} has another URI than rank 0: {other} and {uris[0]}")
+            one_uri(uris)
             version = self._run.newest()
             return None if version is None else version.run
 
         run = self._world.decide(self._store.uri, same, config.agree_timeout)
-        problem: BaseException | None = None
+        self._nbytes = estimate(state)
         if run is not None and self._saves is None:
-            try:
-                saves = self._open_saves(run)
-                for text in saves.adopt(root(config.cache, run), config.adopt_timeout):
-                    log.warning("left by an earlier attempt on this node: %s", text)
-            except (ObjckptError, OSError) as error:
-                problem = error
-        self._agree(problem)  # the barrier: nobody starts before all have adopted
+            self._adopt(run)
         return self._start(lambda: None if step is None else self._find(step))
+
+    def _adopt(self, run: str) -> None:
+        """Finish what lies on each rank's node; nobody goes on before all have. A rank that takes long keeps the others in touch."""
+        problem: BaseException | None = None
+        left: list[str] | None = None
+        saves: Saves | None = None
+        try:
+            saves = self._open_saves(run)
+            saves.adopt(roots(self._config.cache, run))
+        except (ObjckptError, OSError) as error:
+            problem = error
+        while True:
+            if problem is None and saves is not None and left is None:
+                try:
+                    left = saves.adopted(_ADOPTION_SLICE)
+                except ObjckptError as error:
+                    problem = error
+            if self._agree(problem, done=left is not None):
+                break
+        for text in left or ():
+            log.warning("left by an earlier attempt on this node: %s", text)
 
     def _find(self, step: int) -> Save:
         version = self._run.existing()
@@ -303,14 +326,18 @@ class Checkpointer:
         return version
 
     def _open_saves(self, run: str) -> Saves:
-        spool = Spool.create(root(self._config.cache, run))
-        self._saves = Saves(self._config, run, Rank(self._world.rank), spool, self._outcome)
+        config = self._config
+        nbytes = config.slots * (self._nbytes // self._world.size)
+        spool = Spool.create(choose(roots(config.cache, run), nbytes))
+        peek = None if self._world.size == 1 else self._peek
+        self._saves = Saves(config, run, Rank(self._world.rank), spool, outcome=self._outcome, peek=peek)
         return self._saves
 
-    def _agree(self, problem: BaseException | None) -> None:
-        """Raise on every rank the first problem that a rank has."""
+    def _agree(self, problem: BaseException | None, *, done: bool = True) -> bool:
+        """Raise on every rank the first problem that a rank has. Returns whether all are ``done``."""
         try:
-            self._world.decide(describe(problem), nobody_has_one, self._config.agree_timeout)
+            told: JSON = {"problem": describe(problem), "done": done}
+            return bool(self._world.decide(told, all_done, self._config.agree_timeout))
         except ObjckptError as error:
             if problem is not None and _is_of(type(error), problem):
                 raise problem from error
@@ -344,7 +371,7 @@ class Checkpointer:
         self._agree(problem)
         targets = {names[name]: tensor for name, tensor in restoration.targets.items()}
         try:
-            with LocalCopies(root(self._config.cache, index.run)) as local:
+            with LocalCopies(roots(self._config.cache, index.run)) as local:
                 fetched = fill(self._store, pieces, targets, self._config.tuning, local.read)
             log.debug("%d bytes came from the bucket", fetched)
         except Exception as error:  # noqa: BLE001 # likewise
@@ -382,7 +409,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._check_open()
         if self._version is None:
-            self._first_save()
+            self._first_save(state)
         assert self._version is not None
         assert self._saves is not None
         save = Save(self._version.attempt, Step(step))
@@ -452,20 +479,16 @@ class Checkpointer:
                 checkpoint, error
             )  # the others have agreed to the step, so this rank goes on as they do
 
-    def _first_save(self) -> None:
+    def _first_save(self, state: Mapping[str, Any]) -> None:
         """Start without a restore: only where there is nothing to restore, and before anything that runs is fenced."""
 
         def empty(_: list[Any]) -> JSON:
             version = self._run.newest()
-            if version is not None and version.head is not None:
-                raise ConfigError(
-                    f"{self._store.uri} has checkpoints (the newest is step {version.head.step}), but restore() was not called, so "
-                    f"this job did not continue them. Call restore(state) first, or use another run"
-                )
+            nothing_to_restore(self._store.uri, None if version is None else version.head)
             return None
 
         self._world.decide(None, empty, self._config.agree_timeout)
-        self._begin(None)
+        self._begin(None, state)
         assert self._saves is not None
         self._saves.release()
 
@@ -507,22 +530,22 @@ class Checkpointer:
             [] if version is None else [checkpoint_of(e) for e in sorted(version.kept, key=lambda e: e.save)]
         )
 
-    # -------------------------------------------------------------- outcomes on ranks but 0
+    # -------------------------------------------------------------- what ranks tell each other of saves
 
     def _outcome(self, save: Save, told: JSON) -> None:
-        if self._world.rank == 0 and self._world.size > 1:
+        if self._world.size > 1:
             try:
-                self._world.post(f"save/{save}", told)
+                self._world.post(f"save/{save}" if self._world.rank == 0 else f"failed/{save}", told)
             except RuntimeError as error:  # the group's store is gone: so are those who would ask
                 log.debug("nobody can be told of save %s: %s", save, error)
 
     def _peek(self, save: Save) -> Any:
-        return self._world.peek(f"save/{save}")
+        return self._world.peek(f"failed/{save}" if self._world.rank == 0 else f"save/{save}")
 
     def _follow(self) -> None:
-        if self._world.rank != 0 and self._saves is not None:
+        if self._saves is not None:
             self._followed = time.monotonic()
-            self._saves.follow(self._peek)
+            self._saves.follow()
 
     # -------------------------------------------------------------- due, preemption
 

@@ -217,12 +217,12 @@ class Config:
     """What a :class:`Checkpointer` was told. Made by :func:`load`, which checks every field.
 
     Where: ``uri`` (without a trailing slash; an absolute path has become ``file://``), ``storage_options``
-    (its client's names), ``cache`` (directory of the local tier; None: decided when slots are made). What:
+    (its client's names), ``cache`` (directory of the local tier; None: the first place with room). What:
     ``interval`` (steps between two saves; None: none but the last and the preempted), ``keep`` (checkpoints;
     None: all), ``slots`` (files of the local tier per rank), ``when_full`` (no slot is free: ``wait`` for one
     or ``skip`` the save), ``rng`` (save and restore the random states), ``max_failed_saves`` (in a row,
-    before training stops). How long, in seconds: ``adopt_timeout`` (a start waits for saves that an earlier
-    attempt left on this node), ``agree_timeout`` (``save`` waits for the other ranks), ``save_timeout`` (a
+    before training stops). How long, in seconds: ``adopt_timeout`` (a start gives up an earlier attempt's live
+    uploader on this node that has not got on for so long), ``agree_timeout`` (``save`` waits for the other ranks), ``save_timeout`` (a
     save not committed by then has failed), ``linger`` (an uploader outlives its trainer), ``exit_timeout``
     (leaving the block on an exception). Who: ``launch`` (by hand, else from the scheduler: :func:`launch_id`;
     None: the caller makes a random one), ``takeover`` (the attempt that this start supersedes).

@@ -7,6 +7,7 @@ Called by ``checkpointer``.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -20,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class LocalCopies:
-    """All images below a spool root, open for reading, so that they stay readable even when their spool is removed."""
+    """All images below some spool roots, open for reading, so that they stay readable even when their spool is removed."""
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, roots: list[Path]) -> None:
         self._files: dict[DataObject, int] = {}
-        for spool in scan(where):
+        for spool in itertools.chain.from_iterable(map(scan, roots)):
             try:
                 for journal in spool.journals():
                     crc64 = spool.checksums(journal.save)

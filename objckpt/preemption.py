@@ -26,10 +26,11 @@ _MOST_STEPS = 100  # between two reductions
 
 
 class Notices:
-    """What the ranks tell each other between steps: a notice, or that a rank was fenced."""
+    """What the ranks tell each other between steps: a notice, or that a rank was fenced. ``timeout`` (seconds): for the other ranks."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout: float) -> None:
         self._world = world
+        self._timeout = timeout
         self._told = False  # this rank, by a signal
         self.preempted = False  # all ranks know
         self.fenced = False  # likewise
@@ -61,7 +62,7 @@ class Notices:
         if self._outstanding is not None and (final or self._calls % self._every == 0):
             self._read()
         if self._outstanding is None and not final:
-            self._outstanding = self._world.maximum([int(self._told), int(fenced), took])
+            self._outstanding = self._world.maximum([int(self._told), int(fenced), took], self._timeout)
             if self._world.size == 1:
                 self._read()
 

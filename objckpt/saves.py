@@ -32,7 +32,7 @@ _RESTARTS = 3  # of an uploader that dies, in a row, before saves fail
 _READY_TIMEOUT = 60.0  # seconds for a new uploader to take its spool
 _HEADROOM = 1.02  # a slot is larger than the first image: states of loaders grow a little
 _UNIT = 1 << 20
-_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between looks of a rank but 0 that waits for a future
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between looks of a rank that waits for a future
 _REMEMBERED = 100  # settled saves whose futures are kept, should a step be saved again
 
 
@@ -51,7 +51,7 @@ class Checkpoint:
 
 
 class _Followed(Future[Checkpoint]):
-    """The future of a rank that is told nothing and has to look: whoever waits for it looks."""
+    """The future of a save that other ranks take part in: whoever waits for it looks what they told."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -105,10 +105,21 @@ class _Tracked:
 
 
 class Saves:
-    """Slots, uploader and futures of one rank. ``outcome`` is called, in the events' thread, with what becomes of each save on rank 0."""
+    """Slots, uploader and futures of one rank.
+
+    ``outcome`` is called, in any thread, with what the other ranks should hear of a save: on rank 0 what became of it, elsewhere that
+    it failed here. ``peek`` tells what was heard of it from them, None so far; it is None where there are no others.
+    """
 
     def __init__(
-        self, config: Config, run: str, rank: Rank, spool: Spool, outcome: Callable[[Save, JSON], None]
+        self,
+        config: Config,
+        run: str,
+        rank: Rank,
+        spool: Spool,
+        *,
+        outcome: Callable[[Save, JSON], None],
+        peek: Callable[[Save], Any] | None,
     ) -> None:
         self._config = config
         self._run = run
@@ -117,6 +128,8 @@ class Saves:
         self._outcome = outcome
         self._changed = threading.Condition()
         self._slots: list[Slot] = []
+        self._touching: threading.Thread | None = None
+        self._ended = threading.Event()
         self._tracked: dict[Save, _Tracked] = {}
         self._answers: deque[tuple[_Tracked, Checkpoint | ObjckptError]] = deque()
         self._adopting: Message | None = None
@@ -124,7 +137,7 @@ class Saves:
         self._attempt: Attempt | None = None
         self._ready = False
         self._closed = False
-        self._peek: Callable[[Save], Any] | None = None
+        self._peek = peek
         self._deaths = 0
         self._broken: str | None = None
         self.fenced: str | None = None
@@ -178,6 +191,7 @@ class Saves:
             if self._attempt is not None:
                 path = self._spool.where()  # the dead one may not have come to say that it published it
                 self._uploader.send({"op": "spool", "path": str(path), "attempt": self._attempt})
+                self._lend(self._slots)
             # No journal tells of those whose slots were given away since.
             for tracked in self._tracked.values():
                 if self._rank == 0 and tracked.durable and not tracked.answered:
@@ -188,14 +202,24 @@ class Saves:
         for tracked in self._tracked.values():
             self._fail(tracked, SaveFailedError(f"save {tracked.save}: {reason}"))
 
-    def adopt(self, where: Path, timeout: float) -> list[str]:
-        """Finish what earlier uploaders left below ``where``. Returns what could not be finished; waits ``timeout`` seconds at most."""
+    def adopt(self, roots: list[Path]) -> None:
+        """Begin to finish what earlier uploaders left below ``roots``; :meth:`adopted` tells how it ended."""
         with self._changed:
-            self._adopting = {"op": "adopt", "root": str(where), "timeout": timeout}
+            self._adopting = {
+                "op": "adopt",
+                "roots": [str(path) for path in roots],
+                "timeout": self._config.adopt_timeout,
+            }
             self._uploader.send(self._adopting)
+
+    def adopted(self, timeout: float) -> list[str] | None:
+        """What could not be adopted; None if it still goes on after ``timeout`` seconds. :class:`SpoolError` if the uploader cannot."""
+        with self._changed:
             self._changed.wait_for(lambda: self._adopted is not None or self._broken is not None, timeout)
+            if self._broken is not None:
+                raise SpoolError(f"what earlier attempts left on this node was not adopted: {self._broken}")
             if self._adopted is None:
-                return [f"adoption went on for more than {timeout:.0f} s; it continues in the background"]
+                return None
             for text in self._adopted["finished"]:
                 log.info("a save of an earlier attempt was finished on this node: %s", text)
             return list(self._adopted["failed"])
@@ -226,14 +250,36 @@ class Saves:
 
     # -------------------------------------------------------------- slots
 
-    def room(self, nbytes: int) -> None:
-        """Raise :class:`SpoolError` if the place has no room for all slots of images of ``nbytes`` bytes."""
-        self._spool.check_room(self._config.slots * _capacity(nbytes))
+    def make_slots(self, nbytes: int, *, touch: bool) -> None:
+        """Make the slots, each for an image of ``nbytes`` bytes, unless they are there. :class:`SpoolError` if no place has room.
+
+        ``touch``: make their pages resident in a thread, so that the first save costs what a later one does.
+        """
+        if self._slots:
+            return
+        self._slots = self._spool.make_slots(
+            self._config.slots, _capacity(nbytes), anywhere=self._config.cache is None
+        )
+        self._lend(self._slots)
+        if touch:
+            slots = list(self._slots)
+            self._touching = threading.Thread(
+                target=lambda: all(slot.touch(self._ended) for slot in slots),
+                name="objckpt-touch",
+                daemon=True,
+            )
+            self._touching.start()
+
+    def _lend(self, slots: list[Slot]) -> None:
+        """Slots without a name are reached through the uploader's own descriptors, also once this process is gone."""
+        lent = [slot for slot in slots if slot.in_memory]
+        if lent:
+            message = {"op": "slots", "numbers": [slot.number for slot in lent]}
+            self._uploader.send(message, [slot.descriptor for slot in lent])
 
     def slot(self, nbytes: int, timeout: float) -> Slot | None:
         """A slot that may be filled with ``nbytes`` bytes; None if none is free after ``timeout`` seconds."""
-        if not self._slots:
-            self._slots = self._spool.make_slots(self._config.slots, _capacity(nbytes))
+        self.make_slots(nbytes, touch=False)
         with self._changed:
             if not self._changed.wait_for(lambda: self._free() is not None, timeout):
                 return None
@@ -242,13 +288,11 @@ class Saves:
             for tracked in [t for t in self._tracked.values() if t.slot == number]:
                 self._spool.forget(tracked.save)
                 tracked.slot = -1
-        slot = self._slots[number]
-        slot.check()
-        if slot.capacity < nbytes:
-            self._spool.check_room(_capacity(nbytes) - slot.capacity)
-            self._slots[number] = Slot(number, self._spool.directory, _capacity(nbytes))
-            slot.close()
             slot = self._slots[number]
+            slot.check()
+            if slot.capacity < nbytes:
+                slot = self._slots[number] = self._spool.replace_slot(slot, _capacity(nbytes))
+                self._lend([slot])
         return slot
 
     def _free(self) -> int | None:
@@ -268,7 +312,7 @@ class Saves:
         """The slot is filled: journal it and hand it over. ``began`` is when ``save`` was called, by ``time.perf_counter``."""
         self._spool.write_journal(slot.number, record)
         nbytes = sum(o.size for o in record.objects)
-        future: Future[Checkpoint] = Future() if self._rank == 0 else _Followed(self._look)
+        future: Future[Checkpoint] = Future() if self._peek is None else _Followed(self.follow)
         tracked = _Tracked(record.save, slot.number, checkpoint, time.perf_counter() - began, nbytes, future)
         self._track(tracked)
         self._uploader.send({"op": "save", "save": [record.save.attempt, record.save.step]})
@@ -283,6 +327,7 @@ class Saves:
             self._fail(
                 tracked, SaveFailedError(f"save {save} could not be staged on rank {self._rank}: {error}")
             )
+        self._outcome(save, {"error": f"rank {self._rank} could not stage it: {error}"})
         self._answer()
         return tracked.future
 
@@ -312,6 +357,8 @@ class Saves:
                     self._ready = True
                 case "broken":
                     self._break(message["error"])
+                case "undeleted":
+                    log.warning("%s", message["error"])
                 case "delayed":
                     log.warning("save %s is delayed: %s", message["save"], message["error"])
                 case "closed":
@@ -323,15 +370,16 @@ class Saves:
                         self.failures = 0
                 case "committed" if tracked is not None:
                     self._commit(tracked)
-                    told = {}
+                    told = {} if self._rank == 0 else None
+                case "failed" if tracked is not None and tracked.durable and self._rank != 0:
+                    # Whoever finds all records commits it, and rank 0 looks.
+                    log.warning("save %s: rank 0 goes on with it alone: %s", tracked.save, message["error"])
                 case "failed" if tracked is not None:
-                    self._fail(
-                        tracked, SaveFailedError(f"save {tracked.save} was not committed: {message['error']}")
-                    )
                     told = {"error": message["error"]}
+                    self._fail(tracked, _not_committed(tracked.save, told))
                 case "fenced" if tracked is not None:
                     self._fence(tracked)
-                    told = {"fenced": True}
+                    told = {"fenced": True} if self._rank == 0 else None
         if tracked is not None and told is not None and not earlier:
             self._outcome(tracked.save, told)  # asks the network, so not under the lock
         self._answer()
@@ -387,34 +435,34 @@ class Saves:
         if self._decide(tracked, FencedError(self.fenced)):
             log.error("%s", self.fenced)
 
-    def follow(self, peek: Callable[[Save], Any]) -> None:
-        """On ranks but 0: look what rank 0 has told of the open saves."""
-        self._peek = peek
+    def follow(self) -> None:
+        """Look what the other ranks have told of the open saves. :class:`WorldError` if they cannot be asked."""
+        if self._peek is None:
+            return
         for tracked in self.open():
-            told = peek(tracked.save)
-            with self._changed:
-                if told is None:
-                    if time.monotonic() - tracked.staged > self._config.save_timeout:
-                        text = f"nothing was heard of it for {self._config.save_timeout:.0f} s"
-                        self._fail(tracked, SaveFailedError(f"save {tracked.save}: {text}"))
-                elif told.get("fenced"):
-                    self._fence(tracked)
-                elif "error" in told:
-                    self._fail(
-                        tracked, SaveFailedError(f"save {tracked.save} was not committed: {told['error']}")
-                    )
-                else:
-                    self._commit(tracked)
-        self._answer()
-
-    def _look(self) -> None:
-        if self._peek is not None:
             try:
-                self.follow(self._peek)
+                told = self._peek(tracked.save)
             except RuntimeError as error:  # the group's store is gone
                 raise WorldError(
-                    f"rank 0 cannot be asked any more what became of the saves: {error}"
+                    f"the other ranks cannot be asked any more what became of the saves: {error}"
                 ) from error
+            with self._changed:
+                if told is not None:
+                    self._hear(tracked, told)
+                elif self._rank != 0 and time.monotonic() - tracked.staged > self._config.save_timeout:
+                    text = f"nothing was heard of it for {self._config.save_timeout:.0f} s"
+                    self._fail(tracked, SaveFailedError(f"save {tracked.save}: {text}"))
+            if told is not None and self._rank == 0:
+                self._outcome(tracked.save, told)  # the others listen to rank 0
+        self._answer()
+
+    def _hear(self, tracked: _Tracked, told: dict[str, Any]) -> None:
+        if told.get("fenced"):
+            self._fence(tracked)
+        elif "error" in told:
+            self._fail(tracked, _not_committed(tracked.save, told))
+        else:
+            self._commit(tracked)
 
     def open(self) -> list[_Tracked]:
         """Saves whose future is not done, by step."""
@@ -437,6 +485,9 @@ class Saves:
         """Let the uploader end when it is done, ``remove`` its spool if all is; wait ``timeout`` seconds, then leave it to itself."""
         with self._changed:
             self._closed = True
+        self._ended.set()
+        if self._touching is not None:
+            self._touching.join()  # else it would take pages again that are given back below
         self._uploader.send({"op": "close", "remove": remove})
         if not self._uploader.wait(timeout):
             self._uploader.leave()
@@ -451,8 +502,12 @@ class Saves:
             self._spool.remove()  # no start came of it, so nothing lies in it
 
 
+def _not_committed(save: Save, told: dict[str, Any]) -> SaveFailedError:
+    return SaveFailedError(f"save {save} was not committed: {told['error']}")
+
+
 def _capacity(nbytes: int) -> int:
-    return -(-int(nbytes * _HEADROOM) // _UNIT) * _UNIT
+    return max(1, -(-int(nbytes * _HEADROOM) // _UNIT)) * _UNIT
 
 
 def _save(pair: list[int]) -> Save:

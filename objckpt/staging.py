@@ -113,15 +113,28 @@ class Stager:
 
 
 def estimate(state: Mapping[str, Any]) -> int:
-    """Bytes that the state will have at least: modules as they are, two moments for optimizers with betas, and nothing else."""
+    """Bytes that the state will have, as far as can be told before the first step: modules, and what torch's optimizers keep."""
     total = 0
     for wrapped in state.values():
         value = wrapped.value if isinstance(wrapped, PerRank) else wrapped
         if isinstance(value, torch.nn.Module):
             total += sum(_nbytes(t) for t in value.state_dict().values() if isinstance(t, torch.Tensor))
-        elif isinstance(value, torch.optim.Optimizer) and "betas" in value.defaults:
-            total += 2 * sum(_nbytes(p) for group in value.param_groups for p in group["params"])
+        elif isinstance(value, torch.optim.Optimizer):
+            for group in value.param_groups:
+                total += _kept_per_parameter(group) * sum(_nbytes(p) for p in group["params"])
+        elif isinstance(value, torch.Tensor):
+            total += _nbytes(value)
     return total
+
+
+def _kept_per_parameter(group: Mapping[str, Any]) -> int:
+    """How many tensors of a parameter's size its optimizer will keep, told by the hyperparameters that torch's optimizers have."""
+    return (
+        (2 + bool(group.get("amsgrad")) if "betas" in group else 0)
+        + (1 if group.get("momentum") else 0)
+        + (1 if "lr_decay" in group else 0)  # Adagrad
+        + (1 + bool(group.get("centered")) if "alpha" in group else 0)  # RMSprop
+    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ Rule = Callable[[list[Any]], JSON]
 _SLACK = 10.0
 _LOOK_PERIOD = 1.0  # seconds of waiting after which it is looked whether a rank has left
 _LEFT = "left"
+_GLOO_SHARE = 0.25  # of a time-out is gloo's: those whose gloo has failed at once wait longer than others may hang in theirs
 
 
 class Pending(Protocol):
@@ -62,8 +64,11 @@ class World(Protocol):
     def peek(self, key: str) -> Any:
         """What was posted under ``key``; None so far. Does not wait."""
 
-    def maximum(self, numbers: list[int]) -> Pending:
-        """Begin an element-wise maximum over ranks. Every rank calls it, in the same order."""
+    def maximum(self, numbers: list[int], timeout: float) -> Pending:
+        """Begin an element-wise maximum over ranks. Every rank calls it, in the same order, and reads one before it begins the next.
+
+        Where it cannot be had within ``timeout`` seconds of reading it, :class:`WorldError` names the ranks that did not come.
+        """
 
 
 class _Known:
@@ -98,24 +103,30 @@ class Alone:
         """See :class:`World`."""
         return self._posted.get(key)
 
-    def maximum(self, numbers: list[int]) -> Pending:
+    def maximum(self, numbers: list[int], timeout: float) -> Pending:  # noqa: ARG002 # likewise
         """See :class:`World`."""
         return _Known(numbers)
 
 
 class _Reduction:
-    def __init__(self, work: Any, numbers: torch.Tensor) -> None:
-        self._work = work
-        self._numbers = numbers
+    """A maximum by gloo and, where that fails, by the store: with the same numbers, so that all ranks read the same from either."""
+
+    def __init__(self, world: Ranks, number: int, numbers: list[int], timeout: float) -> None:
+        self._world = world
+        self._number = number
+        self._timeout = timeout
+        self._tensor = torch.tensor(numbers, dtype=torch.int64)
+        self._work = world.reduce(self._tensor, timeout * _GLOO_SHARE)
 
     def result(self) -> list[int]:
-        try:
-            self._work.wait()
-        except RuntimeError as error:  # gloo's: it has no class of its own
-            raise WorldError(
-                f"a rank is gone, or did not come to due() in time: look at the other ranks' logs ({error})"
-            ) from error
-        return [int(n) for n in self._numbers.tolist()]
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # gloo's: it has no class of its own
+                self._world.lose_gloo(error)
+            else:
+                return [int(n) for n in self._tensor.tolist()]
+        return self._world.maximum_by_store(self._number, self._timeout * (1 - _GLOO_SHARE))
 
 
 class Ranks:
@@ -132,15 +143,17 @@ class Ranks:
         self._posts: Any = self._store.clone()  # type: ignore[attr-defined] # torch's stubs leave it out
         self._sequence = 0
         self._group: Any = None
+        self._without_gloo = False
+        self._reductions = itertools.count()
+        #: What this rank gave to the last two reductions: no rank is further ahead of another.
+        self._given: deque[tuple[int, list[int]]] = deque(maxlen=2)
 
     def decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
         """See :class:`World`."""
         try:
             return self._decide(value, rule, timeout)
         except dist.DistError as error:
-            raise WorldError(
-                f"the process group's store does not answer: the launcher or rank 0 is gone, so look at their logs ({error})"
-            ) from error
+            raise _unanswered(error) from error
 
     def _decide(self, value: JSON, rule: Rule, timeout: float) -> Any:
         number = self._sequence
@@ -164,7 +177,7 @@ class Ranks:
     def _rule(self, number: int, value: JSON, rule: Rule, timeout: float) -> dict[str, Any]:
         keys = [f"{number}/{rank}" for rank in range(1, self.size)]
         try:
-            self._gather(keys, timeout)
+            self._gather(keys, range(1, self.size), timeout)
             values = [value, *(json.loads(v) for v in self._store.multi_get(keys))]
             return {"decision": rule(values)}
         except ObjckptError as error:
@@ -175,9 +188,10 @@ class Ranks:
             )
             raise
 
-    def _gather(self, keys: list[str], timeout: float) -> None:
+    def _gather(self, keys: list[str], ranks: Iterable[int], timeout: float) -> None:
+        """Wait for the keys of ``ranks``, in that order."""
         if not self._wait(keys, timeout):
-            missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
             raise WorldError(
                 f"rank(s) {', '.join(map(str, missing))} did not come to an agreement of all {self.size} ranks within "
                 f"{timeout:.0f} s: look at their logs; every rank must call restore, save and due at the same steps"
@@ -221,14 +235,53 @@ class Ranks:
         name = f"posted/{key}"
         return json.loads(self._posts.get(name)) if self._posts.check([name]) else None
 
-    def maximum(self, numbers: list[int]) -> Pending:
+    def maximum(self, numbers: list[int], timeout: float) -> Pending:
         """See :class:`World`."""
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        return _Reduction(
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), tensor
-        )
+        number = next(self._reductions)
+        self._given.append((number, numbers))
+        if self._without_gloo:
+            self._give(number, numbers)
+            self._store.delete_key(f"maximum/{number - 2}/{self.rank}")
+        return _Reduction(self, number, numbers, timeout)
+
+    def reduce(self, tensor: torch.Tensor, timeout: float) -> Any:
+        """Begin the reduction by gloo; None if that does not work, or did not before."""
+        if self._without_gloo:
+            return None
+        try:
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self.lose_gloo(error)
+            return None
+
+    def lose_gloo(self, error: RuntimeError) -> None:
+        """From now on, reduce through the store. Whatever another rank may still wait for is given there."""
+        log.warning("gloo failed; ranks agree through the process group's store from now on (%s)", error)
+        self._without_gloo = True
+        for number, numbers in self._given:
+            self._give(number, numbers)
+
+    def _give(self, number: int, numbers: list[int]) -> None:
+        self._store.set(f"maximum/{number}/{self.rank}", json.dumps(numbers))
+
+    def maximum_by_store(self, number: int, timeout: float) -> list[int]:
+        """What gloo would have said of reduction ``number``."""
+        keys = [f"maximum/{number}/{rank}" for rank in range(self.size)]
+        try:
+            self._gather(keys, range(self.size), timeout)
+            return [
+                max(numbers) for numbers in zip(*map(json.loads, self._store.multi_get(keys)), strict=True)
+            ]
+        except dist.DistError as error:
+            raise _unanswered(error) from error
+
+
+def _unanswered(error: Exception) -> WorldError:
+    return WorldError(
+        f"the process group's store does not answer: the launcher or rank 0 is gone, so look at their logs ({error})"
+    )
 
 
 def current() -> World:

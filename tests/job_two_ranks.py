@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import objckpt
+from objckpt.staging import Stager
 
 STEPS, INTERVAL = 10, 2
 
@@ -32,6 +33,10 @@ def main() -> None:
     def note(**event: object) -> None:
         log.write(json.dumps(event) + "\n")
 
+    broken = os.environ.get("JOB_BREAK", "")
+    if broken == "stage" and rank == 1:
+        fail_once(Stager, "stage", OSError(28, "No space left on device"))
+
     options = json.loads(os.environ["JOB_OPTIONS"])
     kill_after = int(os.environ.get("JOB_KILL_AFTER", "0"))
     with objckpt.Checkpointer(
@@ -40,7 +45,7 @@ def main() -> None:
         last = checkpointer.restore(state)
         done = last.step if last else 0
         note(resumed=done, own=own["drawn"])
-        while done < STEPS:
+        while done < STEPS and not checkpointer.preempted:
             batch = torch.randn(8, 32)
             own["drawn"] += batch.sum().item()
             loss = model(batch).square().mean()
@@ -49,14 +54,40 @@ def main() -> None:
             optim.step()
             done += 1
             note(step=done, loss=loss.item(), own=own["drawn"])
+            if broken == "notice" and done == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if broken == "notice":
+                dist.barrier()  # so that the notice is read at the same step in every run
             if checkpointer.due(done, final=done == STEPS):
-                checkpointer.save(done, state)
+                uploader = checkpointer._saves._uploader.pid
+                if broken == "node" and done == kill_after:
+                    os.kill(uploader, signal.SIGSTOP)
+                future = checkpointer.save(done, state)
                 note(saved=done)
+                if broken == "stage":
+                    note(outcome=str(future.exception(timeout=60)))
+                if broken == "node":
+                    if done < kill_after:
+                        future.result(timeout=60)
+                    else:
+                        os.kill(uploader, signal.SIGKILL)
                 if done == kill_after:
                     os.kill(os.getpid(), signal.SIGKILL)
-        checkpointer.wait()
+        if broken != "stage":
+            checkpointer.wait()
+        note(exit_code=checkpointer.exit_code, failures=checkpointer._saves.failures)
         note(weights=model.module[0].weight.flatten().tolist())
     dist.destroy_process_group()
+
+
+def fail_once(owner: type, name: str, error: Exception) -> None:
+    real = getattr(owner, name)
+
+    def failing(*arguments: object) -> object:
+        setattr(owner, name, real)
+        raise error
+
+    setattr(owner, name, failing)
 
 
 if __name__ == "__main__":

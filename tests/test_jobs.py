@@ -16,6 +16,7 @@ import pytest
 
 import objckpt
 from objckpt.commit import Run
+from objckpt.manifest import Attempt, Rank, Save, Step, data_key
 from objckpt.retention import retain
 from objckpt.store import open_store
 
@@ -140,6 +141,61 @@ def test_ranks_with_different_structures_all_get_the_error(launches, tmp_path):
     assert objckpt.open(launches.uri, **launches.options).latest() is None
 
 
+@pytest.mark.timeout(180)
+def test_all_that_died_on_a_node_before_its_upload_is_adopted_by_the_next_start_there(launches, tmp_path):
+    """Uploaders are stopped before the save and killed after it, with their trainers: its bytes lie in slots alone."""
+    launches.start(tmp_path / "node", JOB_KILL_AFTER=4, JOB_BREAK="node").wait(120)
+    assert all({"saved": 4} in launches.events(1, rank) for rank in (0, 1)), launches.output(1)
+    launches.until(lambda: not launches.processes(), "the end of all processes", 30)
+    assert objckpt.open(launches.uri, **launches.options).latest().step == 2
+    assert launches.start(tmp_path / "node").wait(120) == 0, launches.output(2)
+    assert [launches.events(2, rank)[0]["resumed"] for rank in (0, 1)] == [4, 4]
+
+
+@pytest.mark.timeout(120)
+def test_a_notice_to_one_rank_saves_at_the_same_step_on_all_and_ends_with_75(launches, tmp_path):
+    assert launches.start(tmp_path / "cache", JOB_BREAK="notice").wait(100) == 0, launches.output(1)
+    saved = [[e["saved"] for e in launches.events(1, rank) if "saved" in e] for rank in (0, 1)]
+    assert saved[0] == saved[1]
+    assert saved[0][-1] < 10, "before the end"
+    assert objckpt.open(launches.uri, **launches.options).latest().step == saved[0][-1]
+    for rank in (0, 1):
+        assert next(e["exit_code"] for e in launches.events(1, rank) if "exit_code" in e) == 75
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_cannot_stage_fails_that_save_on_all_ranks_at_once_and_no_other(launches, tmp_path):
+    """Its disk is full. ``save_timeout`` is half an hour; nobody waits for that."""
+    assert launches.start(tmp_path / "cache", JOB_BREAK="stage").wait(100) == 0, launches.output(1)
+    for rank in (0, 1):
+        outcomes = [e["outcome"] for e in launches.events(1, rank) if "outcome" in e]
+        assert "could not" in outcomes[0]
+        assert "rank 1" in outcomes[0]
+        assert "No space left" in outcomes[0]
+        assert outcomes[1:] == ["None"] * 4
+        assert next(e["failures"] for e in launches.events(1, rank) if "failures" in e) == 0
+    assert [c.step for c in objckpt.open(launches.uri, **launches.options).checkpoints()] == [4, 6, 8, 10]
+
+
+@pytest.mark.timeout(180)
+def test_a_checkpoint_damaged_on_one_rank_gives_way_to_the_older_on_all(
+    launches, tmp_path, weed_client, weed
+):
+    assert launches.start(tmp_path / "first").wait(100) == 0, launches.output(1)
+    save = Save(Attempt(1), Step(10))
+    key = f"{launches.uri.rpartition('/')[2]}/{data_key(save, Rank(1))}"
+    body = bytearray(weed_client.get_object(Bucket=weed.bucket, Key=key)["Body"].read())
+    body[-1] ^= 1
+    weed_client.put_object(Bucket=weed.bucket, Key=key, Body=bytes(body))
+    assert launches.start(tmp_path / "second").wait(100) == 0, launches.output(2)
+    assert [launches.events(2, rank)[0]["resumed"] for rank in (0, 1)] == [8, 8]
+    assert "FALLING BACK to" in launches.output(2)
+    for rank in (0, 1):
+        assert steps(launches.events(2, rank)) == {
+            step: loss for step, loss in steps(launches.events(1, rank)).items() if step > 8
+        }
+
+
 LEAVING = """
 import datetime, os, sys, time
 import torch.distributed as dist
@@ -180,3 +236,60 @@ def test_ranks_hear_at_once_of_one_that_left(tmp_path):
     finally:
         for rank in ranks:
             rank.communicate(timeout=60)
+
+
+WITHOUT_GLOO = """
+import datetime, os, socket, sys
+import torch.distributed as dist
+from objckpt.errors import WorldError
+from objckpt.world import current
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=3)
+world = current()
+assert world.maximum([rank, 7 - rank], 20).result() == [2, 7]
+begun = world.maximum([10 * rank], 20)
+if rank == 1:
+    assert begun.result() == [20]
+    begun = world.maximum([100 * rank], 20)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.getpeername() and connection.family == socket.AF_INET:  # no listener
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+    print(begun.result(), flush=True)
+else:
+    assert begun.result() == [20]
+    print(world.maximum([100 * rank], 20).result(), flush=True)
+for step in range(5):
+    assert world.maximum([step + rank], 20).result() == [step + 2]
+print("agreed", flush=True)
+if rank == 2:
+    os._exit(0)
+try:
+    world.maximum([0], 4).result()
+except WorldError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_agree_through_the_store_once_gloo_is_dead(tmp_path):
+    """One rank's gloo connections are cut in the middle of a reduction, which some ranks may have finished."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_GLOO, f"file://{tmp_path}/group", str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    for rank, (out, err) in enumerate(said):
+        assert out.startswith("[200]\nagreed\n"), f"rank {rank}: {err[-3000:]}"
+    assert any("gloo failed; ranks agree through the process group's store" in err for _, err in said)
+    for out, _ in said[:2]:
+        assert "rank(s) 2 did not come to an agreement of all 3 ranks" in out

@@ -7,10 +7,9 @@ import os
 
 import pytest
 
-from objckpt import spool as spools
 from objckpt.errors import CorruptCheckpointError, SpoolError
 from objckpt.manifest import Attempt, Rank, RankRecord, Save, Step, data_key
-from objckpt.spool import Spool, hashed, root, scan, slot_name, unhashed
+from objckpt.spool import Spool, hashed, places, root, scan, slot_name, unhashed
 from objckpt.transfer import block_checksums
 
 RUN = "0123456789abcdef"
@@ -134,7 +133,7 @@ def test_a_place_without_room_is_refused_with_figures(where, monkeypatch):
         f_bavail, f_frsize = 1000, 1000
 
     assert real.f_bavail
-    monkeypatch.setattr(spools.os, "statvfs", lambda _: Small)
+    monkeypatch.setattr(places.os, "statvfs", lambda _: Small)
     with pytest.raises(SpoolError, match=r"need 0\.00 GB.*free space is 0\.00 GB"):
         spool.make_slots(1, 960_000)
     spool.make_slots(1, 950_000)
@@ -142,8 +141,8 @@ def test_a_place_without_room_is_refused_with_figures(where, monkeypatch):
 
 def test_memory_file_systems_give_a_quarter_of_what_is_left(where, monkeypatch):
     spool = Spool.create(where)
-    monkeypatch.setattr(spools, "file_system", lambda _: "tmpfs")
-    monkeypatch.setattr(spools, "_memory_left", lambda: 4_000_000)
+    monkeypatch.setattr(places, "file_system", lambda _: "tmpfs")
+    monkeypatch.setattr(places, "_memory_left", lambda: 4_000_000)
     with pytest.raises(SpoolError, match="a quarter of the memory"):
         spool.make_slots(1, 1_000_000)
     spool.make_slots(1, 900_000)
@@ -151,14 +150,14 @@ def test_memory_file_systems_give_a_quarter_of_what_is_left(where, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.gcsfuse", "fuse.sshfs", "cifs", "lustre", "9p"])
 def test_network_file_systems_are_refused_with_the_reason(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(spools, "file_system", lambda _: kind)
+    monkeypatch.setattr(places, "file_system", lambda _: kind)
     with pytest.raises(SpoolError, match=f"{kind} file system"):
         root(tmp_path, RUN)
 
 
 def test_the_file_system_of_a_path_is_told(tmp_path):
-    assert spools.file_system(tmp_path) not in ("", "proc")
-    assert spools.file_system(spools.Path("/proc")) == "proc"
+    assert places.file_system(tmp_path) not in ("", "proc")
+    assert places.file_system(places.Path("/proc")) == "proc"
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path):
@@ -190,7 +189,7 @@ def test_a_journal_behind_a_symbolic_link_is_not_followed(where, tmp_path):
 
 def test_a_spool_of_another_boot_is_not_looked_at(tmp_path, monkeypatch):
     before = root(tmp_path, RUN)
-    monkeypatch.setattr(spools, "_boot_id", lambda: "feedbeef")
+    monkeypatch.setattr(places, "_boot_id", lambda: "feedbeef")
     assert root(tmp_path, RUN) != before
 
 

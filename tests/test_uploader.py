@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import uuid
 
 import pytest
@@ -16,6 +17,7 @@ from objckpt.manifest import Attempt, Policy, Rank, RankRecord, Save, Step, data
 from objckpt.retention import retain
 from objckpt.spool import Spool, root, slot_name, unhashed
 from objckpt.store import open_store, read_all
+from objckpt.store.retry import RetryPolicy
 from objckpt.transfer import block_checksums
 from objckpt.uploader import loop
 from objckpt.uploader.channel import Channel
@@ -322,7 +324,7 @@ def test_adoption_finishes_what_a_dead_uploader_left_whatever_its_rank(store, ru
     dead.die()
     assert dead.crashed
     other = Trainer(store, where, version, rank=7)
-    other.channel.send({"op": "adopt", "root": str(where), "timeout": 10})
+    other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 10})
     assert other.event("adopted")["finished"] == [f"{save}: committed"]
     assert committed(run) == [save]
     assert read_all(store, data_key(save, Rank(0))) == image
@@ -346,7 +348,7 @@ def test_adoption_waits_for_a_live_uploader_that_still_sends(store, run, tmp_pat
     save, _ = live.save(10)
     assert going.wait(20)
     other = Trainer(store, where, version)
-    other.channel.send({"op": "adopt", "root": str(where), "timeout": 20})
+    other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 20})
     with pytest.raises(queue.Empty):
         other.events.get(timeout=0.3)
     go.set()
@@ -356,20 +358,77 @@ def test_adoption_waits_for_a_live_uploader_that_still_sends(store, run, tmp_pat
     other.die()
 
 
-def test_adoption_gives_up_waiting_at_its_time_out(store, run, tmp_path):
+class Stuck:
+    """A live uploader, as far as its lock tells, with a save on its way that goes no further."""
+
+    def __init__(self, store, where, version):
+        self.spool = Spool.create(where)
+        assert self.spool.lock()
+        self.spool.publish(version.attempt, Rank(0))
+        self.trainer = Trainer(store, where, version, spool=self.spool)
+        self.save = self.trainer.fill(10, b"x" * 10)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.trainer.die()
+        self.spool.close()
+
+
+def test_adoption_gives_up_an_uploader_that_does_not_get_on(store, run, tmp_path):
     version = start(run)
     where = root(tmp_path, version.run)
-    holder = Spool.create(where)
-    assert holder.lock()
-    holder.publish(version.attempt, Rank(0))
-    stuck = Trainer(store, where, version, spool=holder)
-    stuck.fill(10, b"x" * 10)
-    other = Trainer(store, where, version, rank=1)
-    other.channel.send({"op": "adopt", "root": str(where), "timeout": 0.2})
-    assert other.event("adopted")["finished"] == []
-    other.die()
-    stuck.die()
-    holder.close()
+    with Stuck(store, where, version):
+        other = Trainer(store, where, version, rank=1)
+        other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 0.2})
+        adopted = other.event("adopted")
+        assert adopted["finished"] == []
+        assert "its live uploader has not got on for 0 s; not waiting for it" in adopted["failed"][0]
+        other.die()
+
+
+def test_adoption_waits_far_beyond_its_time_out_for_an_uploader_that_gets_on(store, run, tmp_path):
+    version = start(run)
+    where = root(tmp_path, version.run)
+    with Stuck(store, where, version) as stuck:
+        other = Trainer(store, where, version, rank=1)
+        other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 1.0})
+        for count in range(20):
+            stuck.spool.write_progress(count)
+            with pytest.raises(queue.Empty):
+                other.events.get(timeout=0.1)
+        stuck.spool.mark_durable(stuck.save)
+        assert other.event("adopted")["failed"] == []
+        other.die()
+
+
+def test_adoption_does_not_wait_for_what_another_job_saves_from_now_on(store, run, tmp_path):
+    version = start(run)
+    where = root(tmp_path, version.run)
+    with Stuck(store, where, version) as stuck:
+        other = Trainer(store, where, version, rank=1)
+        other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 3600})
+        with pytest.raises(queue.Empty):
+            other.events.get(timeout=0.3)
+        stuck.trainer.fill(20, b"x" * 10, slot=1)
+        stuck.spool.mark_durable(stuck.save)
+        assert other.event("adopted")["failed"] == []
+        other.die()
+
+
+def test_an_uploader_tells_that_it_gets_on(store, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_PROGRESS_PERIOD", 0.01)
+    version = start(run)
+    trainer = Trainer(store, root(tmp_path, version.run), version).begin()
+    trainer.save(10)
+    trainer.event("committed")
+    deadline = time.monotonic() + 20
+    RetryPolicy().run(lambda: None)  # what each request of a store over a network goes through
+    while trainer.spool.progress()[1] == b"" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert int(trainer.spool.progress()[1]) > 0
+    trainer.die()
 
 
 def test_adoption_does_not_wait_for_one_that_only_waits_for_its_peers(store, run, tmp_path):
@@ -379,7 +438,7 @@ def test_adoption_does_not_wait_for_one_that_only_waits_for_its_peers(store, run
     live.save(10)
     live.event("durable")
     other = Trainer(store, where, version, world_size=2)
-    other.channel.send({"op": "adopt", "root": str(where), "timeout": 3600})
+    other.channel.send({"op": "adopt", "roots": [str(where)], "timeout": 3600})
     other.event("adopted")
     live.die()
     other.die()

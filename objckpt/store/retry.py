@@ -62,6 +62,21 @@ _PERMANENT_SERVER_ERRORS: Final = frozenset({501, 505})
 _TEMPORARY_REDIRECT: Final = 307
 
 
+class _Successes:
+    """How many requests of this process have succeeded: where it does not grow, nothing moves."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_successes: Final = _Successes()
+
+
+def successes() -> int:
+    """How many requests of this process have succeeded so far, roughly (threads are not kept apart): it grows while bytes move."""
+    return _successes.count
+
+
 def is_transient(status: int, code: str = "") -> bool:
     """Whether a refusal with this HTTP status and this error code (from the body; "" if it has none) may go away by itself."""
     if code in _TRANSIENT_CODES or status in {_REQUEST_TIMEOUT, _TOO_MANY_REQUESTS, _TEMPORARY_REDIRECT}:
@@ -101,10 +116,12 @@ class RetryPolicy:
             nonlocal first, count
             count += 1
             try:
-                return attempt()
+                answer = attempt()
             except StoreTransientError as error:
                 first = first or error
                 raise
+            _successes.count += 1
+            return answer
 
         def say(state: tenacity.RetryCallState) -> None:
             _log.debug("attempt %d failed, again in %.2f s: %s", count, state.upcoming_sleep, first)

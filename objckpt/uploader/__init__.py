@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from objckpt.uploader.channel import Channel, Message
@@ -55,9 +55,9 @@ class UploaderProcess:
         """Process id."""
         return self._process.pid
 
-    def send(self, message: Message) -> bool:
-        """False if the process is gone."""
-        return self._channel.send(message)
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> bool:
+        """False if the process is gone. It gets duplicates of ``descriptors``."""
+        return self._channel.send(message, descriptors)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for its end, in seconds. False if it still runs."""

@@ -1,7 +1,7 @@
-"""Messages between a trainer and its uploader: one JSON object a line over a socket pair.
+"""Messages between a trainer and its uploader: one JSON object a line over a socket pair, and descriptors along with it.
 
-Invariants: messages arrive in order or not at all; secrets travel here and nowhere else; the end of the trainer is seen even while
-children that it forked still hold its end of the socket.
+Invariants: messages arrive in order or not at all, and what a message sends along is there when it is read; secrets travel here and
+nowhere else; the end of the trainer is seen even while children that it forked still hold its end of the socket.
 
 Called by ``uploader`` on both sides.
 """
@@ -15,12 +15,16 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+#: The field of a message that came with descriptors; they are the receiver's to close.
+DESCRIPTORS: Final = "descriptors"
+_MOST_DESCRIPTORS: Final = 64
 #: What ``receive`` returns once the other side is gone.
 GONE: Final[Message] = {"op": "gone"}
 
@@ -33,11 +37,15 @@ class Channel:
         self._sending = threading.Lock()
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def send(self, message: Message) -> bool:
-        """False if the other side is gone."""
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> bool:
+        """False if the other side is gone. It gets duplicates of ``descriptors`` along with the message."""
+        if descriptors:
+            message = {**message, DESCRIPTORS: len(descriptors)}
         data = json.dumps(message).encode() + b"\n"
         try:
             with self._sending:
+                if descriptors:
+                    data = data[socket.send_fds(self._end, [data], list(descriptors)) :]
                 self._end.sendall(data)
         except OSError:
             return False
@@ -74,18 +82,29 @@ class Channel:
             if process is not None:
                 selector.register(process, selectors.EVENT_READ)
             buffer = b""
+            descriptors: deque[int] = (
+                deque()
+            )  # the kernel hands them over with or before their message's first byte
             ended = False
             while not ended:
                 ready = {key.fileobj for key, _ in selector.select()}
                 # What the trainer sent before it died comes first.
                 if self._end in ready:
                     try:
-                        data = self._end.recv(1 << 20)
+                        data, came, _, _ = socket.recv_fds(self._end, 1 << 20, _MOST_DESCRIPTORS)
                     except OSError:
-                        data = b""
+                        data, came = b"", []
+                    for descriptor in came:
+                        os.set_inheritable(descriptor, False)  # noqa: FBT003 # Python 3.11 passes no flag on to the kernel
+                    descriptors.extend(came)
                     *lines, buffer = (buffer + data).split(b"\n")
                     for line in lines:
-                        deliver(json.loads(line))
+                        message = json.loads(line)
+                        if DESCRIPTORS in message:
+                            message[DESCRIPTORS] = [
+                                descriptors.popleft() for _ in range(message[DESCRIPTORS])
+                            ]
+                        deliver(message)
                     ended = not data
                 elif process in ready:
                     ended = True

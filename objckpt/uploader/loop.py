@@ -9,12 +9,13 @@ Run by ``python -m objckpt.uploader``; tests run it in a thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,17 @@ from objckpt.manifest import GROUP_SIZE, Attempt, DataObject, Rank, Save, Step, 
 from objckpt.retention import prune, reap, retain
 from objckpt.spool import Journal, Spool, clear_earlier_boots, hashed, scan
 from objckpt.store import ObjectStore, open_store
+from objckpt.store.retry import successes
 from objckpt.transfer import block_checksums, upload, verify, whole_checksum
-from objckpt.uploader.channel import Channel, Message
+from objckpt.uploader.channel import DESCRIPTORS, Channel, Message
 
 log = logging.getLogger(__name__)
 
 _FIRST_POLL, _LAST_POLL = 0.02, 2.0  # seconds between looks at the bucket
 _FIRST_RETRY, _LAST_RETRY = 1.0, 30.0  # seconds between tries of a save that failed for the moment
+_CLEAN_AGAIN = 3_600.0  # seconds until one who was not allowed to delete tries it again
 _LOCK_POLL = 0.05  # seconds between looks whether another process has let a spool go
+_PROGRESS_PERIOD = 1.0  # seconds between notes of how much was done
 
 
 @dataclass(slots=True)
@@ -50,6 +54,28 @@ class _Pending:
     since: float
     retry_at: float = 0.0
     tries: int = 0
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Saves of another live uploader that had bytes to send when we first looked, and when it last got on (monotonic seconds)."""
+
+    saves: set[str]
+    progress: object
+    moved: float = field(default_factory=time.monotonic)
+
+    def goes_on(self, spool: Spool, timeout: float, failed: list[str]) -> bool:
+        """Whether to wait on. What that uploader took up later is not waited for: its trainer may be alive, and save for ever."""
+        self.saves &= spool.pending()
+        now, progress = time.monotonic(), spool.progress()
+        if progress != self.progress:
+            self.progress, self.moved = progress, now
+        if self.saves and now - self.moved >= timeout:
+            failed.append(
+                f"{spool.path}: its live uploader has not got on for {timeout:.0f} s; not waiting for it"
+            )
+            self.saves.clear()
+        return bool(self.saves)
 
 
 def serve(channel: Channel) -> None:
@@ -92,12 +118,22 @@ class _Uploader:
         self._remove = False
         self._hurry = False
         self._fenced = False
-        self._may_delete = True
+        self._clean_at = 0.0  # monotonic: before, nothing is deleted
+        self._told_undeleted = False
+        self._ended = threading.Event()
 
     # -------------------------------------------------------------- the loop
 
     def run(self) -> None:
         """Until closed, or the trainer is gone and nothing is left to do."""
+        threading.Thread(target=self._note_progress, name="progress", daemon=True).start()
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+        self._channel.send({"op": "closed"})
+
+    def _work(self) -> None:
         while not self._finished():
             message = self._channel.receive(self._delay())
             while message is not None:
@@ -116,7 +152,20 @@ class _Uploader:
                 self._spool.remove()
             else:
                 self._spool.close()
-        self._channel.send({"op": "closed"})
+
+    def _note_progress(self) -> None:
+        """For the start of another attempt on this node, which waits as long as this one gets on."""
+        noted = successes()
+        while not self._ended.wait(_PROGRESS_PERIOD):
+            if successes() == noted:
+                continue
+            noted = successes()
+            for spool in (self._spool, *self._adopted):
+                if spool is not None:
+                    try:
+                        spool.write_progress(noted)
+                    except (SpoolError, OSError) as error:  # removed or closed meanwhile, or its disk is full
+                        log.debug("progress is not noted: %s", error)
 
     def _finished(self) -> bool:
         if self._adopting():
@@ -142,14 +191,19 @@ class _Uploader:
     def _handle(self, message: Message) -> None:
         match message["op"]:
             case "adopt":
+                roots = [Path(path) for path in message["roots"]]
                 self._adoption = threading.Thread(
-                    target=self._adopt, args=(Path(message["root"]), message["timeout"]), name="adoption"
+                    target=self._adopt, args=(roots, message["timeout"]), name="adoption"
                 )
                 self._adoption.start()
             case "release":
                 self._released = True
             case "spool":
                 self._take(Path(message["path"]), Attempt(message["attempt"]))
+            case "slots":
+                assert self._spool is not None  # the trainer makes slots after it was told of the spool
+                for number, descriptor in zip(message["numbers"], message[DESCRIPTORS], strict=True):
+                    self._spool.lend(number, descriptor)
             case "attempt":
                 self._attempt = Attempt(message["attempt"])
             case "save":
@@ -336,52 +390,67 @@ class _Uploader:
             or self._todo
             or self._hurry
             or self._gone_since is not None
-            or not self._may_delete
+            or time.monotonic() < self._clean_at
         ):
             return
         try:
             deleted = reap(self._run, self._attempt)
             prune(self._run)
         except StorePermissionError as error:
-            self._may_delete = False
-            log.warning("retention leaves deleting to others: %s", error)
+            self._leave_to_gc(error)
         except (ObjckptError, OSError):
             log.exception("retention could not delete; the next commit tries again")
         else:
             if deleted:
                 log.info("deleted %d objects that no version reaches", len(deleted))
 
+    def _leave_to_gc(self, error: StorePermissionError) -> None:
+        """The credentials may save and not delete: said once, and tried again rarely, as they may also have expired for a moment."""
+        self._clean_at = time.monotonic() + _CLEAN_AGAIN
+        if self._told_undeleted:
+            log.info("still not allowed to delete: %s", error)
+            return
+        self._told_undeleted = True
+        text = (
+            f"run {self._id}: checkpoints are saved and retired, but what was retired stays in the bucket: {error}. Run "
+            f"`objckpt gc {self._store.uri}` from time to time, under a role that may delete"
+        )
+        log.warning("%s", text)
+        self._tell("undeleted", error=text)
+
     # -------------------------------------------------------------- adoption
 
-    def _adopt(self, where: Path, timeout: float) -> None:
-        """Finish what earlier uploaders of this run left on this node; wait for those that are alive and still send."""
+    def _adopt(self, roots: list[Path], timeout: float) -> None:
+        """Finish what earlier uploaders of this run left on this node; wait for those that are alive, as long as they get on."""
         finished: list[str] = []
         failed: list[str] = []
         try:
-            self._adopt_all(where, timeout, finished, failed)
-            clear_earlier_boots(where)
-        except OSError as error:  # told, or the start would wait for the answer until its time-out
-            log.exception("adoption below %s ended early", where)
-            failed.append(f"{where}: {error}")
+            self._adopt_all(roots, timeout, finished, failed)
+            for where in roots:
+                clear_earlier_boots(where)
+        except OSError as error:  # told, or the start would wait for the answer for ever
+            log.exception("adoption below %s ended early", ", ".join(map(str, roots)))
+            failed.append(str(error))
         self._tell("adopted", finished=finished, failed=failed)
 
-    def _adopt_all(self, where: Path, timeout: float, finished: list[str], failed: list[str]) -> None:
-        deadline = time.monotonic() + timeout
+    def _adopt_all(self, roots: list[Path], timeout: float, finished: list[str], failed: list[str]) -> None:
+        waiting: dict[Path, _Awaited] = {}
         while True:
             busy = False
             ours = {spool.path for spool in self._adopted}
-            for spool in scan(where):
+            for spool in itertools.chain.from_iterable(map(scan, roots)):
                 if spool.path in ours:
                     spool.close()
                     continue
                 if not spool.lock():
-                    busy |= spool.pending()
+                    awaited = waiting.setdefault(spool.path, _Awaited(spool.pending(), spool.progress()))
+                    busy |= awaited.goes_on(spool, timeout, failed)
                     spool.close()
                     continue
                 self._adopted.append(spool)
                 for journal in spool.journals():
                     self._finish(spool, journal, finished, failed)
-            if not busy or time.monotonic() > deadline:
+            if not busy:
                 break
             time.sleep(_LOCK_POLL)
 

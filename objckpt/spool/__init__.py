@@ -2,7 +2,7 @@
 
 Invariants: a slot's journal exists only while the slot holds exactly the image that it describes (it is removed before the slot is
 filled again, and written after); nothing here counts as durable; a spool belongs to the process that holds its lock; a spool is
-found by what it holds, never by a rank's number; no file system is used whose pages may vanish or block.
+found by what it holds, never by a rank's number. The rules of a slot and of its place stand in ``slot`` and ``places``.
 
 Called by ``checkpointer`` (makes the spool, fills slots) and ``uploader`` (holds the lock, drains). A spool's name ends its path
 ``<cache>/objckpt-<uid>/<run>/<host>-<boot id>/``: after a reboot, pages that never reached the disk are not taken for a save.
@@ -17,9 +17,6 @@ import mmap
 import os
 import secrets
 import shutil
-import socket
-import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,178 +35,30 @@ from objckpt.manifest import (
     decode_record,
     encode_record,
 )
+from objckpt.spool.places import choose, file_system, lack_of_room, root, roots
+from objckpt.spool.slot import Slot, slot_name
+
+__all__ = [
+    "Journal",
+    "Slot",
+    "Spool",
+    "choose",
+    "clear_earlier_boots",
+    "file_system",
+    "hashed",
+    "root",
+    "roots",
+    "scan",
+    "slot_name",
+    "unhashed",
+]
 
 log = logging.getLogger(__name__)
 
-_NETWORK = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ceph",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "glusterfs",
-        "ncpfs",
-        "ocfs2",
-        "orangefs",
-        "virtiofs",
-    ]
-)
-_MARGIN = 1.05
-#: A memory file system may hold slots of at most this share of what memory is left.
-_MEMORY_SHARE = 0.25
 _LOCK: Final = "lock"
 _LOG: Final = "uploader.log"
 _NEW: Final = ".new-"
-
-
-# ------------------------------------------------------------------ places
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
-
-
-def _private(path: Path) -> None:
-    """Make a directory that is ours alone, or refuse it."""
-    path.mkdir(mode=0o700, exist_ok=True)
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise SpoolError(
-            f"{path} is not a directory of our own with mode 0700 (a symbolic link, another user's, or open to others): "
-            f"remove it, or give another cache="
-        )
-
-
-def root(cache: Path | None, run: str) -> Path:
-    """The directory of all spools of a run on this node since its last boot; made if absent. ``cache=None``: the temporary directory."""
-    base = Path(tempfile.gettempdir()) if cache is None else cache
-    try:
-        if cache is not None:
-            base.mkdir(parents=True, exist_ok=True)
-        path = base
-        for part in (
-            f"objckpt-{os.getuid()}",
-            run,
-            f"{socket.gethostname().split('.')[0]}-{_boot_id()}",
-        ):
-            path /= part
-            _private(path)
-    except SpoolError:
-        raise
-    except OSError as error:
-        raise SpoolError(
-            f"cannot make the local tier below {base}: {error}. Give a writable local directory as cache="
-        ) from error
-    kind = file_system(path)
-    if kind in _NETWORK or kind.startswith("fuse"):
-        raise SpoolError(
-            f"{path} lies on a {kind} file system: pages of a mapped file may block or vanish there. Give a local directory (NVMe, "
-            f"/tmp or /dev/shm) as cache="
-        )
-    return path
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that ``path`` lies on, as mountinfo names it; "" if it cannot be told."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            return rest.split()[0]
-    return ""
-
-
-def _memory_left() -> int:
-    """Bytes of memory that this container may still take: the smaller of what is available and what its cgroup leaves."""
-    info = Path("/proc/meminfo").read_text(encoding="ascii")
-    left = next(int(line.split()[1]) << 10 for line in info.splitlines() if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-        left = min(left, int(text) - int((group / "memory.current").read_text(encoding="ascii")))
-    return left
-
-
-def _check_room(path: Path, nbytes: int) -> None:
-    disk = os.statvfs(path)
-    free = disk.f_bavail * disk.f_frsize
-    kind = file_system(path)
-    if kind in ("tmpfs", "ramfs"):
-        free = min(free, int(_memory_left() * _MEMORY_SHARE))
-    if free < nbytes * _MARGIN:
-        where = "a quarter of the memory that is left" if kind in ("tmpfs", "ramfs") else "its free space"
-        raise SpoolError(
-            f"{path}: the slots need {nbytes * _MARGIN / 1e9:.2f} GB, {where} is {free / 1e9:.2f} GB. Free some, or give a larger local "
-            f"disk as cache="
-        )
-
-
-# ------------------------------------------------------------------ slots
-
-
-class Slot:
-    """A preallocated, mapped, reused file that holds one image. ``view`` (writable bytes) is valid as long as the process lives.
-
-    The mapping is never closed: a tensor view of it outlives any reference count that Python sees, and touching it after an unmap
-    would be a segmentation fault.
-    """
-
-    def __init__(self, number: int, directory: int, capacity: int) -> None:
-        self.number = number
-        self.capacity = capacity
-        self._fd = os.open(
-            slot_name(number), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
-        )
-        try:
-            os.posix_fallocate(self._fd, 0, capacity)
-        except OSError as error:
-            os.close(self._fd)
-            raise SpoolError(
-                f"no room for a slot of {capacity / 1e9:.2f} GB ({error.strerror}): free some space or memory, or give another cache="
-            ) from error
-        self._map = mmap.mmap(self._fd, capacity)
-        _MAPPED.append(self._map)
-        self.view = memoryview(self._map)
-
-    def check(self) -> None:
-        """Refuse a file that somebody cut short: touching its missing pages would kill the process."""
-        size = os.fstat(self._fd).st_size
-        if size < self.capacity:
-            raise SpoolError(
-                f"slot {self.number} was cut from {self.capacity} to {size} bytes behind our back; the save was refused. Something "
-                f"cleans the cache directory: exempt it, or give another cache="
-            )
-
-    def discard(self) -> None:
-        """Give back the memory and disk of a slot that nobody needs. The mapping stays, and would else hold a removed file's pages."""
-        try:
-            self._map.madvise(mmap.MADV_REMOVE)
-        except OSError as error:  # not every file system can
-            log.debug("slot %d is given back when this process ends: %s", self.number, error)
-
-    def close(self) -> None:
-        """Close the file; the mapping stays."""
-        os.close(self._fd)
-
-
-#: Mappings of slots, kept for the life of the process (see Slot).
-_MAPPED: Final[list[mmap.mmap]] = []
-
-
-def slot_name(number: int) -> str:
-    """File name of a slot."""
-    return f"slot-{number}.safetensors"
-
-
-# ------------------------------------------------------------------ journal and spool
+_PROGRESS: Final = "progress"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +98,7 @@ class Spool:
         except OSError as error:
             raise SpoolError(f"cannot open the spool {path}: {error.strerror}") from error
         self._lock: int | None = None
+        self._lent: dict[int, int] = {}
 
     @classmethod
     def create(cls, where: Path) -> Spool:
@@ -257,13 +107,35 @@ class Spool:
         path.mkdir(mode=0o700)
         return cls(path)
 
-    def make_slots(self, count: int, capacity: int) -> list[Slot]:
-        """``count`` slots of ``capacity`` bytes, or :class:`SpoolError` if the place has no room for them."""
-        self.check_room(count * capacity)
+    def make_slots(self, count: int, capacity: int, *, anywhere: bool = False) -> list[Slot]:
+        """``count`` slots of ``capacity`` bytes: files of this spool or, if ``anywhere``, memory where the spool has no room.
+
+        Slots in memory are reached by their descriptors alone, so the uploader has to be given them (:meth:`lend`), and nobody adopts
+        them. :class:`SpoolError` with the figures if there is no room for all.
+        """
+        problems = []
+        for directory in (self.directory, None) if anywhere else (self.directory,):
+            try:
+                slots = self._slots_in(directory, count, capacity)
+            except SpoolError as error:
+                problems.append(str(error))
+            else:
+                if problems:
+                    log.warning(
+                        "slots lie in memory: saves in them outlive this process, but not its uploader (%s)",
+                        problems[0],
+                    )
+                return slots
+        raise SpoolError(f"{'; '.join(problems)}. Free some, or give a larger local disk as cache=")
+
+    def _slots_in(self, directory: int | None, count: int, capacity: int) -> list[Slot]:
+        lack = lack_of_room(None if directory is None else self.path, count * capacity)
+        if lack is not None:
+            raise SpoolError(lack)
         slots: list[Slot] = []
         try:
             for number in range(count):
-                slots.append(Slot(number, self.directory, capacity))  # noqa: PERF401 # those made so far are given back
+                slots.append(Slot(number, directory, capacity))  # noqa: PERF401 # those made so far are given back
         except SpoolError:
             for slot in slots:
                 slot.discard()
@@ -271,16 +143,27 @@ class Spool:
             raise
         return slots
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise :class:`SpoolError` unless ``nbytes`` and a margin fit into the place."""
-        _check_room(self.path, nbytes)
+    def replace_slot(self, slot: Slot, capacity: int) -> Slot:
+        """A larger slot in the place of ``slot``, whose content is lost. :class:`SpoolError` if there is no room."""
+        lack = lack_of_room(None if slot.in_memory else self.path, capacity - slot.capacity)
+        if lack is not None:
+            raise SpoolError(f"{lack}. Free some, or give a larger local disk as cache=")
+        if slot.in_memory:
+            slot.discard()
+        larger = Slot(slot.number, None if slot.in_memory else self.directory, capacity)
+        slot.close()
+        return larger
 
     def close(self) -> None:
         """Give up the lock and the descriptor; files stay."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        os.close(self.directory)
+        while self._lent:
+            os.close(self._lent.popitem()[1])
+        # Its number may be another file's at once, which a thread that comes late must not write into.
+        directory, self.directory = self.directory, -1
+        os.close(directory)
 
     # ---------------------------------------------------------- the lock
 
@@ -398,15 +281,28 @@ class Spool:
         """Note that the store has acknowledged shard and record."""
         self._write(f"save-{save}.durable", b"")
 
-    def pending(self) -> bool:
-        """Whether a save still has bytes to send. Names only: the owner may be at work on them."""
+    def pending(self) -> set[str]:
+        """The journals of saves that still have bytes to send. Names only: the owner may be at work on them."""
         names = set(os.listdir(self.directory))
-        return any(
-            n.startswith("save-")
+        return {
+            n
+            for n in names
+            if n.startswith("save-")
             and n.endswith(".json")
             and f"{n.removesuffix('.json')}.durable" not in names
-            for n in names
-        )
+        }
+
+    def write_progress(self, count: int) -> None:
+        """Say how much the uploader has done so far, in any unit."""
+        self._write(_PROGRESS, str(count).encode())
+
+    def progress(self) -> object:
+        """What changes as long as the uploader that holds the lock does something."""
+        marks = {n for n in os.listdir(self.directory) if n.startswith("save-")}
+        try:
+            return marks, self._read(_PROGRESS)
+        except FileNotFoundError:
+            return marks, b""
 
     # ---------------------------------------------------------- slots as read by others
 
@@ -425,8 +321,23 @@ class Spool:
             os.close(fd)
 
     def open_slot(self, number: int) -> int:
-        """A descriptor of a slot's file, for reading."""
-        return os.open(slot_name(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
+        """A descriptor of a slot's file, for reading. :class:`SpoolError` if its bytes went with the process that had them."""
+        if number in self._lent:
+            return os.dup(self._lent[number])
+        try:
+            return os.open(
+                slot_name(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory
+            )
+        except FileNotFoundError as error:
+            raise SpoolError(
+                f"{self.path}: slot {number} lay in the memory of processes that are gone: its save is lost unless it was uploaded before"
+            ) from error
+
+    def lend(self, number: int, descriptor: int) -> None:
+        """From now on, slot ``number`` is reached by ``descriptor``, which is ours to close."""
+        if number in self._lent:
+            os.close(self._lent[number])
+        self._lent[number] = descriptor
 
     def release_pages(self, number: int) -> None:
         """Let the kernel drop a slot's pages from its cache once they are on disk."""

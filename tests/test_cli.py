@@ -1,11 +1,13 @@
-"""What the command line promises: it looks and changes nothing, tables and JSON say the same, errors are one line."""
+"""What the command line promises: it looks and changes nothing, but for gc; tables and JSON say the same, errors are one line."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from objckpt.cli import main
 from objckpt.commit import Outcome, Run
+from objckpt.errors import StorePermissionError
 from objckpt.manifest import (
     BLOCK_SIZE,
     DataObject,
@@ -23,10 +26,11 @@ from objckpt.manifest import (
     data_key,
     encode_record,
     encode_version,
+    probe_key,
     record_key,
     version_key,
 )
-from objckpt.retention import retain
+from objckpt.retention import GRACE, retain
 from objckpt.shard import layout, whole
 from objckpt.store import open_store
 from objckpt.transfer import block_checksums
@@ -318,7 +322,7 @@ def test_storage_options_nest_and_keep_texts(capsys, monkeypatch):
         given.update(options)
         raise OSError("far enough")
 
-    monkeypatch.setattr("objckpt.store.open_store", refuse)
+    monkeypatch.setattr("objckpt.cli.run.open_store", refuse)
     arguments = [
         "key=0123", "secret=12345678", "anon=false", "deadline=1.5", "client_kwargs.region_name=eu-west-1",
         "client_kwargs.verify=false", "client_kwargs.aws_account_id=123456789012", "config_kwargs.s3.a=b=c",
@@ -354,6 +358,160 @@ def test_a_bucket_is_listed_with_options_on_the_command_line(capsys, weed, bucke
     assert found["uri"] == bucket_uri
     assert [c["step"] for c in found["checkpoints"]] == [10, 20, 15, 20]
     assert len(document(capsys, "show", bucket_uri, 15, *given)["tensors"]) == 4
+
+
+# ------------------------------------------------------------------ gc
+
+DAY = 86_400
+
+
+@pytest.fixture
+def littered(tmp_path):
+    """Steps 10 and 20 were retired three days ago, 30 just now; and what else may lie there, all of it as old."""
+    path = tmp_path / "littered"
+    store = open_store(f"file://{path}")
+    run = Run(store, retain=retain)
+    version = run.start(launch="one", world_size=1, policy=Policy(1, lag=0))
+    for step in (10, 20, 30):
+        write_save(store, version, step)
+    store.put(data_key(Save(version.attempt, 25), 0), b"no record of it came")
+    store.put(probe_key("0" * 24), b"first\n")
+    store.put("data/notes.txt", b"theirs")
+    (path / "data" / "\x1b[2J.txt").write_bytes(b"theirs")
+    begin_upload(path, "old")
+    begin_upload(path, "theirs", "notes/x")
+    for file in path.rglob("*"):
+        os.utime(file, times=(time.time() - 3 * DAY,) * 2)
+    begin_upload(path, "young")
+    write_save(store, version, 40)
+    return path
+
+
+def begin_upload(path, name, key="data/00/x"):
+    """What a process that is killed while it writes a shard leaves in a directory."""
+    (path / ".objckpt-incoming").mkdir(exist_ok=True)
+    (path / ".objckpt-incoming" / f"{name}-{key.replace('/', '%2F')}").write_bytes(b"half")
+
+
+def keys(path):
+    return {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and ".objckpt" not in str(p)}
+
+
+def uploads(path):
+    return {p.name.partition("-")[0] for p in (path / ".objckpt-incoming").iterdir()}
+
+
+def test_gc_json_says_what_and_why_and_a_dry_run_says_the_same_and_changes_nothing(capsys, littered):
+    before, sizes = tree(littered), {key: (littered / key).stat().st_size for key in keys(littered)}
+    dry = document(capsys, "gc", littered, "--dry-run")
+    assert tree(littered) == before
+    by_step = {}
+    for g in dry["garbage"]:
+        assert g["size"] == sizes[g["key"]]
+        by_step.setdefault((g["reason"], (g["save"] or {}).get("step")), []).append(
+            g["key"].partition("/")[0]
+        )
+    assert by_step == {
+        ("retired", 10): ["data", "records", "index"],
+        ("retired", 20): ["data", "records", "index"],
+        ("dead", 25): ["data"],
+        ("probe", None): ["probe"],
+        ("version", None): ["manifest"] * 3,
+    }
+    assert dry["spared"]["objects"] == 3
+    assert dry["unknown"] == {"objects": 2, "nbytes": 12, "examples": ["data/\x1b[2J.txt", "data/notes.txt"]}
+    assert (dry["dry_run"], dry["grace"], dry["uploads"], dry["version"]) == (True, 600.0, None, 5)
+
+    done = document(capsys, "gc", littered)
+    assert done == dry | {"dry_run": False, "uploads": 1}
+    assert keys(littered) == sizes.keys() - {g["key"] for g in done["garbage"]}
+    assert uploads(littered) == {"theirs", "young"}
+    assert [c["step"] for c in document(capsys, "ls", littered)["checkpoints"]] == [40]
+    assert document(capsys, "show", littered, 40)
+
+    again = document(capsys, "gc", littered, "--grace", 0)
+    assert {g["save"]["step"] for g in again["garbage"]} == {30}
+    assert document(capsys, "gc", littered, "--grace", 0)["garbage"] == []
+    assert "data/notes.txt" in keys(littered)
+
+
+def test_gc_table_says_what_its_json_says(capsys, littered):
+    dry = document(capsys, "gc", littered, "--dry-run")
+    code, out, err = call(capsys, "gc", littered, "--dry-run")
+    assert (code, err) == (0, "")
+    rows = [row.split() for row in out.splitlines()]
+    assert ["why", "step", "attempt", "objects", "bytes"] in rows
+    assert [row[:4] for row in rows if row[0] in {"retired", "dead"}] == [
+        ["retired", "10", "1", "3"],
+        ["retired", "20", "1", "3"],
+        ["dead", "25", "1", "1"],
+    ]
+    assert [row[:2] for row in rows if row[0] in {"probe", "version"}] == [["probe", "1"], ["version", "3"]]
+    assert f"would delete {len(dry['garbage'])} objects, " in out
+    assert "spared for readers: 3 objects, " in out
+    assert (
+        "left alone, as the names are none of objckpt's: 2 objects, 12 bytes, such as data/\\x1b[2J.txt"
+        in out
+    )
+    out = call(capsys, "gc", littered)[1]
+    assert f"\ndeleted {len(dry['garbage'])} objects, " in out
+    assert "aborted 1 unfinished uploads" in out
+    assert "nothing to delete" in call(capsys, "gc", littered)[1]
+
+
+def test_gc_without_a_run_deletes_nothing(capsys, littered):
+    """A URI that is cut too short, or too long."""
+    before = tree(littered)
+    for uri in (littered.parent, littered / "data"):
+        code, out, err = call(capsys, "gc", uri, "--grace", 0)
+        assert (code, out) == (1, "")
+        assert "no run at" in err
+    assert tree(littered) == before
+
+
+def test_gc_that_may_not_delete_says_who_may(capsys, littered, monkeypatch):
+    before = tree(littered)
+
+    def refuse(*_arguments, **_keywords):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    code, out, err = call(capsys, "gc", littered)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "11 objects that may be deleted" in err
+    assert "Run gc under a role that may delete" in err
+    assert tree(littered) == before
+
+
+def test_gc_that_may_not_abort_uploads_says_so_after_the_rest(capsys, littered, monkeypatch):
+    def refuse(*_arguments):
+        raise StorePermissionError("AccessDenied")
+
+    monkeypatch.setattr("objckpt.store.filesystem.FileStore.abort_uploads", refuse)
+    code, out, err = call(capsys, "gc", littered)
+    assert (code, out) == (1, "")
+    assert "11 objects were deleted, but unfinished uploads" in err
+    assert len(keys(littered)) == 3 + 3 + 2 + 2
+
+
+def test_gc_aborts_no_upload_of_less_than_a_day_whatever_the_grace(capsys, littered):
+    document(capsys, "gc", littered, "--grace", 4 * DAY)
+    assert uploads(littered) == {"old", "theirs", "young"}
+    document(capsys, "gc", littered, "--grace", 0)
+    assert uploads(littered) == {"theirs", "young"}
+
+
+def test_gc_takes_no_grace_that_is_none(capsys, littered):
+    for grace in ("-1", "nan", "inf", "soon"):
+        code, _, err = call(capsys, "gc", littered, f"--grace={grace}")
+        assert (code, f"{grace!r} is no number of seconds" in err) == (2, True)
+
+
+def test_the_help_tells_the_grace_that_there_is(capsys):
+    assert f"else {GRACE:.0f}" in " ".join(call(capsys, "gc", "--help")[1].split())
+
+
+# ------------------------------------------------------------------ as a process
 
 
 def console_script(*arguments, **popen):

@@ -229,6 +229,24 @@ def test_whoever_waits_for_a_future_on_another_rank_than_0_looks_what_became_of_
     assert wait([future], timeout=0).done
 
 
+def test_a_rank_whose_part_is_durable_leaves_the_outcome_to_rank_0(opened):
+    """Its uploader could not commit; but whoever finds all records does, and rank 0 looks."""
+    checkpointer = opened()
+    checkpointer.restore(dict(STATE))
+    own = checkpointer._saves
+    told, own._peek, own._rank = [None], lambda _: told[0], 1
+    os.kill(own._uploader.pid, signal.SIGSTOP)
+    future = checkpointer.save(1, STATE)
+    event = {"save": [1, 1], "seconds": 1.0, "error": "no permission"}
+    own._event({"op": "durable", **event})
+    own._event({"op": "failed", **event})
+    assert not future.done()
+    told[0] = {}
+    assert future.result(timeout=10).step == 1
+    own._rank = 0
+    os.kill(own._uploader.pid, signal.SIGCONT)
+
+
 def test_a_checkpointer_can_be_closed_in_another_thread(opened):
     checkpointer = opened()
     checkpointer.restore(dict(STATE))

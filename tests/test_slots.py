@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import objckpt
+from objckpt import checkpointer as module
 from objckpt import spool as spools
 from objckpt.errors import SpoolError
 from objckpt.spool import Spool, choose, places, root, roots
@@ -71,6 +72,16 @@ def state_of(megabytes, optimizer=torch.optim.AdamW):
     return {"model": model, "optim": optimizer(model.parameters(), lr=1e-3)}
 
 
+def kill_before_the_upload(checkpointer, step, state):
+    """What is left of a job that is killed, uploader first, right after ``save`` returned."""
+    saves = checkpointer._saves
+    os.kill(saves._uploader.pid, signal.SIGSTOP)
+    checkpointer.save(step, state)
+    saves._closed = checkpointer.closed = True
+    os.kill(saves._uploader.pid, signal.SIGKILL)
+    assert saves._uploader.wait(10)
+
+
 def step(state):
     state["model"](torch.ones(1, 256)).sum().backward()
     state["optim"].step()
@@ -98,9 +109,9 @@ def test_touching_changes_no_byte_and_can_be_ended(tmp_path):
 
 
 def test_a_kernel_that_cannot_touch_is_no_error(tmp_path, monkeypatch):
-    from objckpt.spool import slot as module
+    from objckpt.spool import slot as touching
 
-    monkeypatch.setattr(module, "_POPULATE_WRITE", 0x7FFF)
+    monkeypatch.setattr(touching, "_POPULATE_WRITE", 0x7FFF)
     spool = Spool.create(root(tmp_path, "r"))
     (slot,) = spool.make_slots(1, MIB)
     assert not slot.touch(threading.Event())
@@ -110,14 +121,14 @@ def test_a_kernel_that_cannot_touch_is_no_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_restore_of_a_fresh_run_makes_slots_that_the_first_save_fits(opened, optimizer):
     state = state_of(4, optimizer)
-    checkpointer = opened()
-    assert checkpointer.restore(state) is None
-    saves = checkpointer._saves
+    first = opened()
+    assert first.restore(state) is None
+    saves = first._saves
     saves._touching.join(30)
     made = list(saves._slots)
     step(state)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    checkpointer.save(1, state).result(30)
+    first.save(1, state).result(30)
     assert saves._slots == made, "no slot had to grow"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1500, "12 MiB are 3,000 pages"
 
@@ -142,7 +153,7 @@ def test_closing_while_pages_are_touched_leaves_nothing_behind(opened, monkeypat
     def touch(self, ended):
         begun.set()
         go.wait(20)
-        return real(self, ended)
+        return real(self, threading.Event())  # as a call into the kernel that has begun
 
     monkeypatch.setattr(Slot, "touch", touch)
     checkpointer = opened()
@@ -191,6 +202,19 @@ def test_without_cache_the_first_place_with_room_is_taken_and_all_are_looked_thr
     assert roots(tmp_path / "own", "r") == [root(tmp_path / "own", "r")], (
         "what was asked for is taken, or refused"
     )
+
+
+def test_a_save_is_adopted_from_whichever_place_it_lies_in(opened, monkeypatch, tmp_path):
+    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    state = {"x": torch.arange(1000.0)}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "choose", lambda found, _: found[1])
+        first = opened(cache=None)
+        first.restore(state)
+    assert first._saves._spool.path.is_relative_to(tmp_path / "shm")
+    kill_before_the_upload(first, 1, state)
+    assert opened(cache=None).restore(state).step == 1
 
 
 def test_a_place_that_cannot_be_used_gives_way_to_another(tmp_path, monkeypatch):
@@ -289,15 +313,9 @@ def test_what_lay_in_memory_and_is_gone_is_told_at_adoption_and_stops_nothing(
     first = opened(cache=None)
     first.restore(state)
     first.save(1, state).result(30)
-    os.kill(first._saves._uploader.pid, signal.SIGSTOP)
-    first.save(2, state)
-    spool = first._saves._spool
+    kill_before_the_upload(first, 2, state)
     for number in range(2):
-        (spool.path / f"slot-{number}.safetensors").unlink()
-    first._saves._closed = True
-    os.kill(first._saves._uploader.pid, signal.SIGKILL)
-    first._saves._uploader.wait(10)
-    first.closed = True
+        (first._saves._spool.path / f"slot-{number}.safetensors").unlink()
     caplog.set_level(logging.WARNING)
     assert opened(cache=None).restore(state).step == 1
     assert "lay in the memory of processes that are gone" in caplog.text

@@ -11,16 +11,19 @@ import json
 import secrets
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from objckpt.testing.servers.child import LOOPBACK, RPC_OFFSET, ChildServer, NotReadyError, packaged_binary
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
+#: What a trainer's role needs, and no more.
+_TRAINER: Final = ("GetObject", "PutObject", "ListBucket", "AbortMultipartUpload")
+
 
 class SeaweedFS(ChildServer):
-    """SeaweedFS's S3 gateway: one bucket, an administrator, and a user who may only read."""
+    """SeaweedFS's S3 gateway: one bucket, an administrator, a user who may only read, and a trainer who may do all but delete."""
 
     title = "SeaweedFS"
     services = ("s3", "master", "filer", "volume", "admin")
@@ -33,6 +36,8 @@ class SeaweedFS(ChildServer):
         self.secret = secrets.token_hex(16)
         self.readonly_key = "reader-key"
         self.readonly_secret = secrets.token_hex(16)
+        self.trainer_key = "trainer-key"
+        self.trainer_secret = secrets.token_hex(16)
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -66,18 +71,33 @@ class SeaweedFS(ChildServer):
         )
 
     def _identities(self) -> dict[str, Any]:
-        def identity(name: str, key: str, secret: str, actions: list[str]) -> dict[str, Any]:
+        def identity(name: str, key: str, secret: str, actions: list[str], *policies: str) -> dict[str, Any]:
             return {
                 "name": name,
                 "credentials": [{"accessKey": key, "secretKey": secret}],
                 "actions": actions,
+                "policyNames": policies,
             }
+
+        # Its own action `Write` includes deleting; a policy in the words of IAM does not.
+        trainer = {
+            "Version": "2012-10-17",
+            "Statement": [
+                {
+                    "Effect": "Allow",
+                    "Action": [f"s3:{action}" for action in _TRAINER],
+                    "Resource": ["arn:aws:s3:::*", "arn:aws:s3:::*/*"],
+                }
+            ],
+        }
 
         return {
             "identities": [
                 identity("admin", self.key, self.secret, ["Admin", "Read", "List", "Tagging", "Write"]),
                 identity("reader", self.readonly_key, self.readonly_secret, ["Read", "List"]),
-            ]
+                identity("trainer", self.trainer_key, self.trainer_secret, [], "trainer"),
+            ],
+            "policies": [{"name": "trainer", "content": json.dumps(trainer)}],
         }
 
     def _prepare(self, directory: Path) -> None:

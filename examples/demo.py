@@ -1,6 +1,7 @@
 """Train, be killed, resume, and end where a run without interruption ends: the same losses and weights, bit for bit.
 
-    make demo                    # starts a SeaweedFS as the bucket
+    make demo                    # starts a SeaweedFS as the bucket, s3://
+    make demo STORE=gcs          # starts a fake-gcs-server as the bucket, gs://
     make demo URI=s3://mine/tmp  # uses your bucket; how to reach it is read from OBJCKPT_STORAGE_OPTIONS or objckpt.toml
 
 Exit status 0 only if everything held. It ends no process that it did not start, and leaves none behind.
@@ -32,11 +33,12 @@ from rich.table import Table
 
 import objckpt
 import objckpt.config
-from objckpt.testing.servers import SeaweedFS
+from objckpt.testing.servers import FakeGCS, SeaweedFS
 
 STEPS = 150
 EPOCH = 50  # steps, for 2 ranks: train_gpt.EPOCH // (2 * train_gpt.BATCH)
 INTERVAL = 10  # steps between two saves
+SERVERS = {"s3": ("s3", SeaweedFS), "gcs": ("gs", FakeGCS)}  # scheme and server of each kind of store
 
 
 @dataclass
@@ -248,8 +250,8 @@ def report(demo: Demo, seconds: float) -> Table:
 
 
 @contextlib.contextmanager
-def bucket(uri: str | None, nonce: str, view: View) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The run's URI and its storage options."""
+def bucket(uri: str | None, store: str, nonce: str, view: View) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The run's URI and its storage options. Without a URI, of a server for that kind of ``store``."""
     if uri:
         config = objckpt.config.load(uri=f"{uri.rstrip('/')}/objckpt-demo-{nonce}")
         view.say(
@@ -257,10 +259,11 @@ def bucket(uri: str | None, nonce: str, view: View) -> Iterator[tuple[str, dict[
         )
         yield config.uri, dict(config.storage_options)
         return
-    view.doing("SeaweedFS is starting")
-    with SeaweedFS() as server:
-        view.say(f"The bucket: a SeaweedFS at {server.endpoint_url}, with its data in a temporary directory.")
-        yield f"s3://{server.bucket}/demo", server.storage_options
+    scheme, kind = SERVERS[store]
+    view.doing(f"{kind.title} is starting")
+    with kind() as server:
+        view.say(f"The bucket: a {kind.title} at {server.endpoint_url}, whose data go with it.")
+        yield f"{scheme}://{server.bucket}/demo", server.storage_options
 
 
 def play(demo: Demo) -> None:
@@ -275,7 +278,7 @@ def play(demo: Demo) -> None:
     compare(demo, reference, last)
 
 
-def run(uri: str | None, seed: int) -> int:
+def run(uri: str | None, store: str, seed: int) -> int:
     """The whole demo, and its exit status."""
     begun = time.monotonic()
     nonce = secrets.token_hex(4)
@@ -285,7 +288,7 @@ def run(uri: str | None, seed: int) -> int:
         stack.callback(kill_all, nonce)  # whatever happens, before the directory goes
         stack.enter_context(view)
         view.say(f"Seed {seed}: repeat this demo with --seed {seed}.")
-        demo = Demo(*stack.enter_context(bucket(uri, nonce, view)), directory, nonce, seed, view)
+        demo = Demo(*stack.enter_context(bucket(uri, store, nonce, view)), directory, nonce, seed, view)
         try:
             play(demo)
         except DemoError as error:
@@ -301,12 +304,15 @@ def run(uri: str | None, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train, kill, resume, compare.")
-    parser.add_argument("--uri", help="a place of your own, s3://bucket/tmp say; else a SeaweedFS is started")
+    parser.add_argument("--uri", help="a place of your own, s3://bucket/tmp say; else a server is started")
+    parser.add_argument(
+        "--store", choices=SERVERS, default="s3", help="which: SeaweedFS for s3, fake-gcs-server for gcs"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1000), help="of training and kills")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended then, too
     try:
-        return run(options.uri, options.seed)
+        return run(options.uri, options.store, options.seed)
     except KeyboardInterrupt:
         print("Interrupted. What was started has been ended.")
         return 130

@@ -226,6 +226,10 @@ class Run:
         key = probe_key(secrets.token_hex(12))
         first = self.store.create(key, b"first\n")
         second = self.store.create(key, b"second\n")
+        try:
+            self.store.delete([key])
+        except StorePermissionError:
+            log.debug("may not delete %s; gc does", key)
         if not first or second:
             raise StoreUnsuitableError(
                 f"{self.store.uri} does not honour put-if-absent (If-None-Match: *): a second create of {key} was "
@@ -234,10 +238,6 @@ class Run:
                 uri=self.store.uri,
                 key=key,
             )
-        try:
-            self.store.delete([key])
-        except StorePermissionError:
-            log.debug("may not delete %s; gc does", key)
 
     def start(
         self,

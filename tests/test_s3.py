@@ -233,7 +233,7 @@ def test_an_option_that_boto3_refuses_is_told_at_the_first_verb(options):
         open_store("s3://bucket/run", **options).head("k")
 
 
-@pytest.mark.parametrize("uri", ["s3://", "s3:///run", "s3://key:hunter2@bucket/run", "s3://zone--x-s3/run"])
+@pytest.mark.parametrize("uri", ["s3://", "s3:///run", "s3://key:hunter2@bucket/run"])
 def test_a_uri_that_cannot_be_is_refused(uri):
     with pytest.raises(ConfigError) as caught:
         open_store(uri)
@@ -280,8 +280,8 @@ def test_a_bucket_of_amazons_is_found_where_boto3_would_look():
         session = S3Store(
             "s3://bucket", S3Options.from_storage_options({"key": "k", "secret": "s", **options})
         )._session
-        pool = session._pool.endpoint
-        assert f"{pool.scheme}://{pool.authority}{session._base_path}" == expected
+        way = session._way
+        assert f"{way.pool.endpoint.scheme}://{way.pool.endpoint.authority}{way.base_path}" == expected
 
 
 def test_a_store_is_cheap_to_make():

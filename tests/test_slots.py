@@ -22,6 +22,7 @@ from objckpt import spool as spools
 from objckpt.errors import SpoolError
 from objckpt.spool import Spool, choose, places, root, roots
 from objckpt.spool.slot import Slot
+from objckpt.uploader import UploaderProcess
 from objckpt.uploader.channel import Channel
 
 MIB = 1 << 20
@@ -147,23 +148,29 @@ def test_restore_of_a_checkpoint_makes_slots_of_its_size_whatever_the_state_look
 
 
 def test_closing_while_pages_are_touched_leaves_nothing_behind(opened, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-    real = Slot.touch
+    begun, go, alive = threading.Event(), threading.Event(), []
+    touch, send = Slot.touch, UploaderProcess.send
 
-    def touch(self, ended):
+    def slow_touch(self, _):
         begun.set()
         go.wait(20)
-        return real(self, threading.Event())  # as a call into the kernel that has begun
+        return touch(self, threading.Event())  # as a call into the kernel that has begun
 
-    monkeypatch.setattr(Slot, "touch", touch)
-    checkpointer = opened()
-    checkpointer.restore(state_of(1))
-    slot = checkpointer._saves._slots[0]
+    def watched_send(self, message, descriptors=()):
+        if message["op"] == "close":
+            alive.append(saves._touching.is_alive())
+        return send(self, message, descriptors)
+
+    monkeypatch.setattr(Slot, "touch", slow_touch)
+    monkeypatch.setattr(UploaderProcess, "send", watched_send)
+    job = opened()
+    job.restore(state_of(1))
+    saves = job._saves
     assert begun.wait(20)
     threading.Timer(0.2, go.set).start()
-    checkpointer.close()
-    checkpointer._saves = None
-    assert resident(slot) == 0
+    job.close()
+    assert alive == [False], "or it would take pages again that are given back then"
+    assert resident(saves._slots[0]) == 0
 
 
 # ------------------------------------------------------------------ places

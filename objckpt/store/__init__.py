@@ -91,20 +91,26 @@ def open_store(
 ) -> ObjectStore:
     """The store that ``uri`` names. ``part_size`` (bytes) and ``connections`` tune the transfer where there is a network.
 
-    ``s3://bucket/prefix`` goes through boto3 and signed HTTP; every other scheme through fsspec's registry, as far as the
-    filesystem behind it can create atomically. ``storage_options`` take the names that s3fs users know (``key``, ``secret``,
-    ``token``, ``endpoint_url``, ``client_kwargs``, ``profile`` ...). No request is made here. :class:`ConfigError` for a scheme
+    ``s3://bucket/prefix`` goes through boto3 and signed HTTP, ``gs://bucket/prefix`` (or ``gcs://``) through google-cloud-storage and
+    HTTP with its tokens; every other scheme through fsspec's registry, as far as the filesystem behind it can create atomically.
+    ``storage_options`` take the names that s3fs users know (``key``, ``secret``, ``token``, ``endpoint_url``, ``client_kwargs``,
+    ``profile`` ...), or gcsfs users (``project``, ``token``, ``endpoint_url``). No request is made here. :class:`ConfigError` for a scheme
     or an option that nobody knows; it names the nearest one.
     """
-    # Each way is imported by those who go it: boto3 and fsspec's filesystems take their time to load.
+    # Each way is imported by those who go it: the clouds' clients and fsspec's filesystems take their time to load.
     scheme, separator, _ = uri.partition("://")
+    tuning = {"part_size": part_size, "connections": connections}
+    said = {name: value for name, value in tuning.items() if value is not None}
     if scheme in {"s3", "s3a"} and separator:
         from objckpt.store.s3 import S3Store  # noqa: PLC0415 # see above
         from objckpt.store.s3_options import S3Options  # noqa: PLC0415 # see above
 
-        tuning = {"part_size": part_size, "connections": connections}
-        said = {name: value for name, value in tuning.items() if value is not None}
         return S3Store(uri, S3Options.from_storage_options(storage_options | said))
+    if scheme in {"gs", "gcs"} and separator:
+        from objckpt.store.gcs import GCSStore  # noqa: PLC0415 # see above
+        from objckpt.store.gcs_options import GCSOptions  # noqa: PLC0415 # see above
+
+        return GCSStore(uri, GCSOptions.from_storage_options(storage_options | said))
     if not uri.startswith("/"):
         _check_scheme(uri, scheme if separator else "")
     from objckpt.store.filesystem import open_filesystem  # noqa: PLC0415 # see above
@@ -115,13 +121,13 @@ def open_store(
 def _check_scheme(uri: str, scheme: str) -> None:
     from fsspec import available_protocols  # noqa: PLC0415 # see open_store
 
-    known = sorted({*available_protocols(), "s3"})
+    known = sorted({*available_protocols(), "s3", "gs"})
     if not scheme:
         raise ConfigError(
-            f"{uri!r} has no scheme: a local folder is file:///absolute/path, a bucket s3://bucket/prefix"
+            f"{uri!r} has no scheme: a local folder is file:///absolute/path, a bucket s3://bucket/prefix or gs://bucket/prefix"
         )
     if scheme not in known:
         nearest = difflib.get_close_matches(scheme, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"unknown scheme {scheme}:// (did you mean {nearest}://?): objckpt writes to s3://bucket/prefix and file:///folder"
+            f"unknown scheme {scheme}:// (did you mean {nearest}://?): objckpt writes to s3://bucket/prefix, gs://bucket/prefix and file:///folder"
         )

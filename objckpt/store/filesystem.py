@@ -4,7 +4,8 @@ Invariants: a key shows a whole object that is on disk, or nothing, even after S
 winner; no key leads out of the root; what cannot be named or created atomically is refused before any effect.
 
 fsspec says what a URI means; its local filesystem has no put-if-absent, no fsync and no read into a given buffer, so the
-bytes of a file store go through ``os``. Called by ``open_store`` for every scheme but ``s3``.
+bytes of a file store go through ``os``. Called by ``open_store`` for every scheme but ``s3`` and ``gs``;
+``abfs`` is passed on to ``azure``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import stat
 import threading
 import urllib.parse
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,18 +37,14 @@ from objckpt.errors import (
     StoreUnsuitableError,
 )
 from objckpt.store import Buffer, ObjectInfo, ObjectStore
+from objckpt.store.keys import INCOMING, check_key
+from objckpt.store.unsuitable import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _log = logging.getLogger(__name__)
 
-#: What S3 and GCS allow, so that a run can be copied there.
-_KEY_BYTES: Final = 1024
-#: The longest file name of every Linux file system in use.
-_SEGMENT_BYTES: Final = 255
-#: Holds files that are being written, below the root of each file store. No key may have a segment of this name.
-_INCOMING: Final = ".objckpt-incoming"
 #: A key in the name of its temporary is cut to this, which leaves room for the random part.
 _QUOTED_KEY: Final = 200
 _CHECK_BLOCK: Final = 1 << 20
@@ -57,24 +55,28 @@ _NO_PERMISSION: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 _NO_HARD_LINK: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
 
+#: adlfs's.
+_AZURE: Final = ("abfs", "abfss", "az")
+
 #: One for all: fsspec's memory is one per process, and two stores of one URI must exclude each other.
 _MEMORY_LOCK: Final = threading.Lock()
 
 
 def open_filesystem(uri: str, storage_options: Mapping[str, Any]) -> ObjectStore:
-    """The store that ``uri`` names: ``memory://``, ``file://`` or an absolute path. Makes no request and no directory.
+    """The store that ``uri`` names: ``memory://``, ``file://`` or an absolute path, ``abfs://``. Makes no request and no directory.
 
-    :class:`StoreUnsuitableError` for every other scheme, as fsspec offers no atomic create there; :class:`ConfigError`
-    for a relative path, or ``storage_options`` (neither store has any).
+    :class:`StoreUnsuitableError` says of every other scheme why it cannot hold a run; :class:`ConfigError` for a relative path,
+    for ``storage_options`` that the store does not have, or if the package behind the scheme is not installed.
     """
     scheme = "file" if uri.startswith("/") else get_protocol(uri)
+    if scheme in _AZURE:
+        if find_spec("adlfs") is None:
+            raise ConfigError(f"{scheme}:// needs adlfs: pip install 'objckpt[azure]'")
+        from objckpt.store.azure import AzureStore  # noqa: PLC0415 # an extra, which takes its time to load
+
+        return AzureStore(uri, storage_options)
     if scheme not in {*LocalFileSystem.protocol, MemoryFileSystem.protocol}:
-        # Without the rest of the URI, where people put passwords.
-        raise StoreUnsuitableError(
-            f"{scheme}://: what fsspec offers for it cannot create an object only if it is absent, so two jobs could "
-            "both commit. Use s3://, or file:// on a mount with hard links.",
-            uri=f"{scheme}://",
-        )
+        raise refusal(scheme)
     if storage_options:
         names = ", ".join(sorted(storage_options))
         raise ConfigError(f"{uri}: {scheme}:// has no storage_options; leave out {names}")
@@ -85,32 +87,6 @@ def open_filesystem(uri: str, storage_options: Mapping[str, Any]) -> ObjectStore
             f"{uri}: a directory is named by its absolute path, as in file:///data/runs; add it"
         )
     return FileStore(uri)
-
-
-def _check_key(uri: str, key: str) -> None:
-    """StoreError unless ``key`` names one object below the root in one way only."""
-    try:
-        encoded = key.encode()
-    except UnicodeEncodeError:
-        raise StoreError(
-            f"{uri}: the key {key!r} is not valid Unicode; use another", uri=uri, key=key
-        ) from None
-    segments = encoded.split(b"/")
-    if len(encoded) > _KEY_BYTES:
-        reason = f"has {len(encoded)} bytes, more than {_KEY_BYTES}"
-    elif not all(segments):
-        reason = "is empty, or has an empty segment between slashes"
-    elif not {b".", b".."}.isdisjoint(segments):
-        reason = "has a segment `.` or `..`"
-    elif b"\0" in encoded:
-        reason = "holds a NUL"
-    elif max(map(len, segments)) > _SEGMENT_BYTES:
-        reason = f"has a segment of more than {_SEGMENT_BYTES} bytes"
-    elif _INCOMING.encode() in segments:
-        reason = f"has a segment `{_INCOMING}`, where unfinished files lie"
-    else:
-        return
-    raise StoreError(f"{uri}: the key {key!r} {reason}; use another", uri=uri, key=key)
 
 
 def _refuse_damaged(uri: str, key: str, found: int, expected: int | None) -> None:
@@ -190,7 +166,7 @@ class MemoryStore:
         return 0
 
     def _path(self, key: str) -> str:
-        _check_key(self._uri, key)
+        check_key(self._uri, key)
         return f"{self._root}/{key}"
 
     def _info(self, key: str, path: str, size: int) -> ObjectInfo:
@@ -229,7 +205,7 @@ class FileStore:
         self._uri = f"file://{stripped}"
         # Resolved once, so that a link that leads out of the root shows up as a path that resolves to another one.
         self._root = Path(stripped).resolve()
-        self._incoming = self._root / _INCOMING
+        self._incoming = self._root / INCOMING
 
     @property
     def uri(self) -> str:
@@ -325,7 +301,7 @@ class FileStore:
 
     def _path(self, key: str) -> Path:
         """Where ``key`` lies. StoreError if it may not be used, or if a symbolic link leads elsewhere."""
-        _check_key(self._uri, key)
+        check_key(self._uri, key)
         path = self._root / key
         if path.parent.resolve() != path.parent:
             raise StoreError(
@@ -426,7 +402,7 @@ class FileStore:
         found = []
         with suppress(FileNotFoundError), os.scandir(directory) as entries:
             for entry in entries:
-                if entry.name == _INCOMING or not _is_unicode(entry.name):
+                if entry.name == INCOMING or not _is_unicode(entry.name):
                     continue
                 key = head + entry.name
                 if entry.is_dir(follow_symlinks=False):

@@ -1,11 +1,11 @@
-"""Signed HTTP/1.1 over kept-alive connections: the bytes' path of the stores.
+"""HTTP/1.1 over kept-alive connections, with headers that the stores sign or put a token into: the bytes' path.
 
 Invariants: a body is sent from the caller's memory and received into the caller's memory, never copied, hashed or collected
 here; a connection goes back to the pool only if its answer was read to the end; an answer that came is never lost to a broken
 pipe; every wait on a socket has a time-out. Nothing is retried here but the reopening of a pooled connection that the server
 had closed meanwhile.
 
-Called by ``s3``.
+Called by ``s3`` and ``gcs``.
 """
 
 from __future__ import annotations
@@ -92,10 +92,21 @@ class Answer:
         """Whether a 200 or 206 carries the whole object. Some servers answer a range with 200, and yet a Content-Range."""
         return self.status == _OK and "Content-Range" not in self.headers
 
+    def extent(self) -> tuple[int, int | None]:
+        """The first byte that a 200 or 206 brings, and the object's size (None if it is not told); (-1, None) if it is not of that form."""
+        if self.is_whole:
+            length = self.headers.get("Content-Length", "")
+            return 0, int(length) if length.isdigit() else None
+        interval, _, size = self.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+        first, _, last = interval.partition("-")
+        if not (first.isdigit() and last.isdigit()):
+            return -1, None
+        return int(first), int(size) if size.isdigit() else None
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked. ``target`` is the quoted path with its query.
+    """What is asked. ``target`` is the quoted path with its query; ``body`` is sent piece by piece, if it is several.
 
     ``into`` takes the body of a 206, or that of a 200 after its first ``skip`` bytes (a server that ignores Range sends the
     whole object).
@@ -104,9 +115,14 @@ class Request:
     method: str
     target: str
     headers: Mapping[str, str]
-    body: memoryview | bytes = b""
+    body: memoryview | bytes | tuple[memoryview | bytes, ...] = b""
     into: memoryview | None = None
     skip: int = 0
+
+    @property
+    def pieces(self) -> tuple[memoryview | bytes, ...]:
+        """The body, one or several."""
+        return self.body if isinstance(self.body, tuple) else (self.body,)
 
 
 class ConnectionPool:
@@ -175,12 +191,14 @@ class ConnectionPool:
             connection.putrequest(request.method, self._through_proxy(request.target), skip_host=True)
             for name, value in self._headers(request.headers).items():
                 connection.putheader(name, value)
-            if request.body or request.method in {"PUT", "POST"}:
-                connection.putheader("Content-Length", str(len(request.body)))
+            length = sum(map(len, request.pieces))
+            if length or request.method in {"PUT", "POST"}:
+                connection.putheader("Content-Length", str(length))
             sent = True
             try:
                 connection.endheaders()
-                _send(connection.sock, request.body)
+                for piece in request.pieces:
+                    _send(connection.sock, piece)
             except OSError as broken:
                 response = self._early_answer(connection, broken)
                 early = True

@@ -27,10 +27,12 @@ from objckpt.errors import (
     StoreNotFoundError,
     StorePermissionError,
     StoreTransientError,
+    StoreUnsuitableError,
 )
 from objckpt.store import Buffer, ObjectInfo
 from objckpt.store.http import NoAnswerError
 from objckpt.store.retry import RetryPolicy, is_transient
+from objckpt.store.s3_headers import NOT_ON_EXPRESS, is_directory_bucket
 from objckpt.store.s3_options import S3Options, part_size_for
 
 if TYPE_CHECKING:
@@ -46,9 +48,11 @@ _log = logging.getLogger("objckpt.store")
 _OK: Final = 200
 _PARTIAL: Final = 206
 _NOT_FOUND: Final = 404
-_CONFLICT: Final = 409
-_PRECONDITION_FAILED: Final = 412
 _RANGE_NOT_SATISFIABLE: Final = 416
+_NOT_IMPLEMENTED: Final = 501
+_UNEXPLAINED: Final = frozenset({301, 400, 403, 404})
+#: How stores say that a key is taken: 412 as they should, 409 to the loser of a race, 304 by old MinIO.
+_TAKEN: Final = frozenset({304, 409, 412})
 
 #: S3's own limits of one request.
 _PAGE: Final = 1000
@@ -57,6 +61,7 @@ _LONGEST_KEY: Final = 1024
 _NOT_IN_XML: Final = re.compile("[\\x00-\\x1f\\x7f\\ufffe\\uffff]")
 _CRC_STEP: Final = 8 << 20
 _CRC_HEADER: Final = "x-amz-checksum-crc64nvme"
+_PUT_HEADERS: Final = {"Content-Type": "application/octet-stream"}
 _SHOWN_FAILURES: Final = 5
 
 
@@ -71,6 +76,8 @@ class S3Store:
         self._root = f"{self._prefix}/" if self._prefix else ""
         self._uri = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
         self._options = options or S3Options()
+        if is_directory_bucket(self._bucket):
+            _check_express(self._uri, self._options)
         self._retry = RetryPolicy(deadline=self._options.deadline)
         self._lock = threading.Lock()
         self._opened: S3Session | None = None
@@ -101,6 +108,17 @@ class S3Store:
             raise StoreError(f"{self._uri}: the key {key!r} {fault}; use another", uri=self._uri, key=key)
         return full
 
+    def _full_to_write(self, key: str) -> str:
+        self._refuse_anonymous(key)
+        return self._full(key)
+
+    def _refuse_anonymous(self, key: str) -> None:
+        if self._options.anon:
+            text = (
+                f"{self._uri}: anon=True sends no credentials, and so reads only: give credentials to write"
+            )
+            raise StorePermissionError(text, uri=self._uri, key=key)
+
     def _relative(self, full: str) -> str:
         return full.removeprefix(self._root)
 
@@ -108,7 +126,7 @@ class S3Store:
         """See :meth:`ObjectStore.put`. In one request up to the part size, in parts above it."""
         from objckpt.store import s3_upload  # noqa: PLC0415 # it loads boto3
 
-        full, view = self._full(key), memoryview(data).cast("B")
+        full, view = self._full_to_write(key), memoryview(data).cast("B")
         part_size = part_size_for(len(view), self._options.part_size)
         if len(view) > part_size:
             s3_upload.MultipartUpload(
@@ -125,22 +143,26 @@ class S3Store:
         if crc64 is not None and found != crc64:
             raise s3_upload.mismatch(self._uri, key, crc64, found)
 
-        def attempt() -> None:
-            answer = self._session.request("PUT", full, headers=_put_headers(found), body=view)
+        def attempt() -> bool:
+            checksum = self._session.checksum(view, found)
+            answer = self._session.request("PUT", full, headers=_PUT_HEADERS | checksum, body=view)
             if answer.status != _OK:
                 raise self._session.refused(answer, full)
+            return self._session.confirms(answer, checksum)
 
-        self._retry.run(attempt)
+        if not self._retry.run(attempt) and not self._holds(key, len(view), found):
+            raise s3_upload.not_held(self._uri, key)
 
     def create(self, key: str, data: Buffer) -> bool:
         """See :meth:`ObjectStore.create`."""
-        full, view = self._full(key), memoryview(data).cast("B")
-        headers = {**_put_headers(crc64nvme(view)), "If-None-Match": "*"}
+        full, view = self._full_to_write(key), memoryview(data).cast("B")
+        crc64 = crc64nvme(view)
         unknown: Exception | None = None
 
         def attempt() -> bool:
             nonlocal unknown
             lost: StoreTransientError | None = None
+            headers = {**_PUT_HEADERS, **self._session.checksum(view, crc64), "If-None-Match": "*"}
             try:
                 answer = self._session.request("PUT", full, headers=headers, body=view)
             except StoreTransientError as error:
@@ -151,9 +173,12 @@ class S3Store:
             else:
                 if answer.status == _OK:
                     return True
-                if answer.status not in {_CONFLICT, _PRECONDITION_FAILED}:
+                absent = answer.status == _NOT_FOUND and not self._session.is_bucket_missing(answer)
+                if answer.status not in _TAKEN and not absent:
                     refused = self._session.refused(answer, full)
-                    if not isinstance(refused, StoreTransientError) or self._session.is_throttled(answer):
+                    if answer.status == _NOT_IMPLEMENTED and not isinstance(refused, StoreTransientError):
+                        raise _no_conditions(self._uri, key, refused)
+                    if not isinstance(refused, StoreTransientError) or self._session.had_no_effect(answer):
                         raise refused
                     # A 5xx may come from a proxy in front of a store that did what it was told.
                     unknown = unknown or refused
@@ -161,7 +186,8 @@ class S3Store:
             held = self._read_back(full, len(view))
             if held is not None:
                 return held == view
-            # Refused, or not answered, and yet absent: a delete may run, or the request is still on its way.
+            # Refused (a race with a delete makes some say 404), or not answered, and yet absent: a delete may run, or the request
+            # is still on its way.
             text = f"{self._uri}: {key!r} was not created, and is not there either"
             raise lost or StoreTransientError(text, uri=self._uri, key=key)
 
@@ -238,8 +264,8 @@ class S3Store:
 
         def attempt() -> ObjectInfo:
             answer = self._session.request("HEAD", full, headers={"x-amz-checksum-mode": "ENABLED"})
-            if answer.status == _NOT_FOUND:
-                # A HEAD has no body to say whether the key or the bucket is missing.
+            if answer.status in _UNEXPLAINED:
+                # A HEAD has no body to say which it is: the key or the bucket missing, expired credentials, another region.
                 self._received(self._get(full, memoryview(bytearray(1)), 0), full, 0)
                 raise StoreTransientError(f"{self._uri}: {key!r} appeared just now", uri=self._uri, key=key)
             if answer.status != _OK:
@@ -257,13 +283,22 @@ class S3Store:
         """See :meth:`ObjectStore.list`.
 
         Others than S3 are listed to the end before the first key is yielded (some 300 bytes of memory a key): their order is not
-        always that of code points. SeaweedFS goes by folders, and puts ``a/b`` before ``a-b``.
+        always that of code points. SeaweedFS goes by folders, and puts ``a/b`` before ``a-b``; S3 Express has no order.
         """
         pages = self._list_pages(prefix, start_after)
-        if not self._session.is_aws:
+        if not self._lists_in_order:
             pages = iter([[info for page in pages for info in page]])
         for page in pages:
             yield from sorted((info for info in page if info.key > start_after), key=lambda info: info.key)
+
+    @property
+    def _lists_in_order(self) -> bool:
+        """Whether lists come in the order of code points, and understand where to start."""
+        return self._session.is_aws and not self._session.is_express
+
+    def _folder(self, full_prefix: str) -> str:
+        """What to ask a list for, so that all keys below ``full_prefix`` are in it: S3 Express knows whole folders only."""
+        return full_prefix[: full_prefix.rfind("/") + 1] if self._session.is_express else full_prefix
 
     def _list_pages(self, prefix: str, start_after: str) -> Iterator[Sequence[ObjectInfo]]:
         token: str | None = None
@@ -284,7 +319,7 @@ class S3Store:
     def _list_page(self, prefix: str, start_after: str, token: str | None) -> ListObjectsV2OutputTypeDef:
         session = self._session
         arguments: dict[str, Any] = {}
-        if start_after and session.is_aws:
+        if start_after and self._lists_in_order:
             # Others than S3 may leave out more: after `d/4` SeaweedFS does not show `d/4/x`.
             arguments["StartAfter"] = self._root + start_after
         if token is not None:
@@ -292,14 +327,14 @@ class S3Store:
         with session.errors(self._root + prefix):
             # boto3 asks for URL-encoded keys and decodes them: XML has no room for some characters.
             return session.client.list_objects_v2(
-                Bucket=self._bucket, Prefix=self._root + prefix, MaxKeys=_PAGE, **arguments
+                Bucket=self._bucket, Prefix=self._folder(self._root + prefix), MaxKeys=_PAGE, **arguments
             )
 
     def delete(self, keys: Iterable[str]) -> None:
         """See :meth:`ObjectStore.delete`. :class:`StoreError` names the keys that stayed; the others are gone."""
         batch: list[str] = []
         for key in keys:
-            batch.append(self._full(key))
+            batch.append(self._full_to_write(key))
             if len(batch) == _PAGE:
                 self._delete_batch(batch)
                 batch = []
@@ -351,6 +386,7 @@ class S3Store:
         """See :meth:`ObjectStore.abort_uploads`."""
         from objckpt.store.s3_session import UploadGoneError  # noqa: PLC0415 # it loads boto3
 
+        self._refuse_anonymous("")
         old: list[tuple[str, str]] = []
         markers: dict[str, str] = {}
         while True:
@@ -384,7 +420,7 @@ class S3Store:
         arguments: dict[str, Any] = {name: value for name, value in markers.items() if value}
         with session.errors(prefix):
             return session.client.list_multipart_uploads(
-                Bucket=self._bucket, Prefix=prefix, MaxUploads=_PAGE, **arguments
+                Bucket=self._bucket, Prefix=self._folder(prefix), MaxUploads=_PAGE, **arguments
             )
 
     def _abort(self, full: str, upload_id: str) -> None:
@@ -422,10 +458,6 @@ def _split(uri: str) -> tuple[str, str]:
         raise ConfigError(
             "an S3 URI holds no credentials and no port: give key, secret and endpoint_url as storage_options"
         )
-    if bucket.endswith("--x-s3"):
-        raise ConfigError(
-            f"s3://{bucket}: S3 Express lists in no order and has sessions of its own: use a general purpose bucket"
-        )
     return bucket, prefix.strip("/")
 
 
@@ -447,9 +479,21 @@ def _fault_of(key: str, full: str) -> str:
     return ""
 
 
-def _put_headers(crc64: int) -> dict[str, str]:
-    encoded = base64.b64encode(crc64.to_bytes(8, "big")).decode("ascii")
-    return {"Content-Type": "application/octet-stream", _CRC_HEADER: encoded}
+def _check_express(uri: str, options: S3Options) -> None:
+    """:class:`ConfigError` for what a directory bucket does not have."""
+    if options.anon:
+        raise ConfigError(f"{uri}: anon=True cannot be: a directory bucket (S3 Express) wants a session")
+    for name in sorted(NOT_ON_EXPRESS.intersection(options.s3_additional_kwargs)):
+        raise ConfigError(f"{uri}: directory buckets (S3 Express) have no {name}: leave it out")
+
+
+def _no_conditions(uri: str, key: str, refused: ObjckptError) -> StoreUnsuitableError:
+    return StoreUnsuitableError(
+        f"{uri}: the store does not know put-if-absent (If-None-Match: *), so two jobs could overwrite each other's checkpoints: "
+        f"objckpt reads there and does not write ({refused}). Use a store with conditional writes, such as AWS S3 or SeaweedFS",
+        uri=uri,
+        key=key,
+    )
 
 
 def _decode_crc64(text: str | None) -> int | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from objckpt.errors import ConfigError
+from objckpt.store.s3_headers import check_additional
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -51,10 +52,12 @@ _TOP_LEVEL: Final = {
 class S3Options:
     """The options of an S3 store: s3fs's names, and three of our own.
 
-    ``key``, ``secret``, ``token``, ``profile``, ``anon``: which credentials (none given: boto3's own chain). ``endpoint_url``
-    and ``use_ssl``: where. ``client_kwargs``: ``region_name``, ``verify`` (False, or a file of certificates) and the like;
-    ``config_kwargs``: what ``botocore.config.Config`` takes. ``part_size`` in bytes, of multipart uploads, and ``connections``
-    for one of them; ``deadline`` in seconds, after which one request is not tried again.
+    ``key``, ``secret``, ``token``, ``profile``, ``anon``: which credentials (none given: boto3's own chain; a profile may name a
+    role to assume by ``role_arn`` and ``source_profile``). ``endpoint_url`` and ``use_ssl``: where. ``client_kwargs``:
+    ``region_name``, ``verify`` (False, or a file of certificates) and the like; ``config_kwargs``: what
+    ``botocore.config.Config`` takes. ``s3_additional_kwargs``: what ``s3_headers`` knows, in boto3's names, for every object of
+    the run; ``requester_pays``: the short form of its ``RequestPayer``. ``part_size`` in bytes, of multipart uploads, and
+    ``connections`` for one of them; ``deadline`` in seconds, after which one request is not tried again.
     """
 
     key: str | None = field(default=None, repr=False)
@@ -63,6 +66,8 @@ class S3Options:
     endpoint_url: str | None = None
     client_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    s3_additional_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    requester_pays: bool = False
     profile: str | None = None
     anon: bool = False
     use_ssl: bool = True
@@ -92,6 +97,10 @@ class S3Options:
                 values[target] = value
         values["client_kwargs"] = client_kwargs
         values["config_kwargs"] = dict(values.get("config_kwargs") or {})
+        additional = dict(values.get("s3_additional_kwargs") or {})
+        if values.get("requester_pays"):
+            additional["RequestPayer"] = "requester"
+        values["s3_additional_kwargs"] = additional
         options = cls(**values)
         options._check()
         return options
@@ -117,6 +126,7 @@ class S3Options:
                     else "use anon=True"
                 )
                 raise ConfigError(f"config_kwargs[{name!r}] is not taken; {what}")
+        check_additional(self.s3_additional_kwargs)
         _check_part_size(self.part_size)
         if (
             isinstance(self.connections, bool)

@@ -1,7 +1,9 @@
-"""One bucket at one endpoint: the boto3 client for control calls, signed HTTP for the bytes, and one reading of what they say.
+"""One bucket at one endpoint: the boto3 client for control calls, signed HTTP for the bytes, and what is learned from refusals.
 
 Invariants: credentials are asked anew for every request, so that those which expire are refreshed; the clients retry nothing;
-no secret enters a message; every failure leaves here as a class of ``errors.py``.
+no secret enters a message; every failure leaves here as a class of ``errors.py``. A refusal that tells how to do better (another
+region, expired credentials, checksums that the store does not know) is learned from once, for both ways, and leaves as one to
+be tried again.
 
 Called by ``s3`` and ``s3_upload``, which import it on first use: it loads boto3.
 """
@@ -11,26 +13,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import html
-import io
-import os
-import re
+import logging
 import ssl
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlsplit
+import threading
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
-import boto3
-import botocore.config
 import botocore.exceptions
-import urllib3
-from botocore import UNSIGNED
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
-from botocore.compat import HTTPHeaders
-from botocore.httpsession import get_cert_path
 from botocore.parsers import ResponseParserError
-from botocore.utils import get_environ_proxies
 
 from objckpt.errors import (
     ConfigError,
@@ -41,16 +31,18 @@ from objckpt.errors import (
     StorePermissionError,
     StoreTransientError,
 )
-from objckpt.store.http import (
-    Answer,
-    ConnectionPool,
-    Endpoint,
-    NoAnswerError,
-    Request,
-    UntrustedServerError,
-    tls_context,
+from objckpt.store.http import Answer, NoAnswerError, Request, UntrustedServerError
+from objckpt.store.retry import is_transient
+from objckpt.store.s3_connect import Way, find_way, open_client
+from objckpt.store.s3_headers import ON_ALL, ON_WRITES, headers_of
+from objckpt.store.s3_refusal import (
+    CORRUPT,
+    FORBIDDEN,
+    NOT_FOUND,
+    PERMISSION,
+    UNAUTHORIZED,
+    Refusal,
 )
-from objckpt.store.retry import is_throttling, is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,71 +50,34 @@ if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
     from mypy_boto3_s3 import S3Client
 
+    from objckpt.store.s3_connect import Credentials
     from objckpt.store.s3_options import S3Options
+
+_log = logging.getLogger("objckpt.store")
 
 _HOW_TO_GIVE_CREDENTIALS: Final = (
     "give storage_options key and secret (and token), or profile, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "or run where an instance or pod role provides them; anon=True reads a public bucket"
 )
-_CONNECT_TIMEOUT: Final = 10.0
-_READ_TIMEOUT: Final = 60.0
-
-_BAD_REQUEST: Final = 400
-_UNAUTHORIZED: Final = 401
-_FORBIDDEN: Final = 403
-_NOT_FOUND: Final = 404
-_MOVED: Final = 301
-
-#: What to do about a refusal of credentials, by its code; some come with status 400.
-_PERMISSION: Final = {
-    "AccessDenied": "let the policy of these credentials allow it",
-    "AllAccessDisabled": "the account or bucket is disabled: ask its owner",
-    "ExpiredToken": "the credentials have expired: renew them, or use a source that refreshes itself",
-    "InvalidAccessKeyId": "the store does not know this access key: mend `key` or the environment",
-    "InvalidToken": "the session token is not valid: mend `token` or the environment",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it (NTP)",
-    "SignatureDoesNotMatch": "the secret key does not fit the access key: mend `secret` or the environment",
-    "TokenRefreshRequired": "the session token must be renewed",
-}
-#: The server received other bytes than were sent.
-_CORRUPT: Final = frozenset({"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"})
-
-_CODE: Final = re.compile(rb"<Code>\s*([^<]*?)\s*</Code>")
-_MESSAGE: Final = re.compile(rb"<Message>\s*([^<]*?)\s*</Message>")
-_REGION: Final = re.compile(rb"<Region>\s*([^<]*?)\s*</Region>")
+CRC_HEADER: Final = "x-amz-checksum-crc64nvme"
+_MD5_HEADER: Final = "Content-MD5"
+_REDIRECTS: Final = 300
 
 
 class UploadGoneError(StoreNotFoundError):
     """The store does not know the multipart upload: completed or aborted before."""
 
 
-class _UnsignedPayloadAuth(S3SigV4Auth):
-    """Signs headers only: a hash over the body costs more than sending it, and a CRC goes along anyway."""
+class _Used(threading.local):
+    """What this thread's last request went with, so that a refusal of it says something of that and not of what others learned
+    meanwhile. ``crc``: whether it carried our checksums, None where that is no question. ``credentials``: None if boto3 signed it.
+    ``learning``: a refusal is being learned from, and one on the way there is only told.
+    """
 
-    def payload(self, request: AWSRequest) -> str:
-        _ = request
-        return "UNSIGNED-PAYLOAD"
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """What a store said no with. ``code`` and ``message`` come from the body, "" if it has none."""
-
-    status: int
-    code: str
-    message: str
-    region: str = ""
-
-    @classmethod
-    def of(cls, answer: Answer) -> _Refusal:
-        """The refusal that an answer with a status other than 2xx is."""
-
-        def text(pattern: re.Pattern[bytes]) -> str:
-            found = pattern.search(answer.body)
-            return html.unescape(found[1].decode("utf-8", "replace")) if found else ""
-
-        region = answer.headers.get("x-amz-bucket-region") or text(_REGION)
-        return cls(answer.status, text(_CODE), text(_MESSAGE), region)
+    way: Way | None = None
+    crc: bool | None = None
+    credentials: ReadOnlyCredentials | None = None
+    learning: bool = False
 
 
 class S3Session:
@@ -133,83 +88,50 @@ class S3Session:
         self.bucket = bucket
         self._root = root
         self._options = options
+        self._headers = headers_of(options.s3_additional_kwargs, ON_ALL)
+        self._write_headers = headers_of(options.s3_additional_kwargs, ON_WRITES)
         self._used_credentials: ReadOnlyCredentials | None = None
+        self._used = _Used()
+        self._lock = threading.Lock()
+        self._region: str | None = None
+        self._renewed: Way | None = None
+        self.endpoint = options.endpoint_url or "the store"
+        self._way: Way
+        self._credentials: Credentials | None = None
+        self._take(self._find_way(None))
+        self.is_aws = self._way.is_aws
+        #: Whether it is a directory bucket, which knows folders and no order.
+        self.is_express = self._way.is_express
+        self._sends_crc = True
+        #: Whether it is known that the store takes, or does not take, our checksums; Amazon's takes them.
+        self._crc_is_settled = self.is_aws
+        self._crc_doubt: Refusal | None = None
+
+    @property
+    def client(self) -> S3Client:
+        """boto3's client for control calls, which are made inside :meth:`errors`."""
+        return self._way.client
+
+    @property
+    def sends_crc(self) -> bool:
+        """Whether writes carry CRC-64/NVME; Content-MD5, which is older, if the store does not know that."""
+        return self._sends_crc
+
+    def _find_way(self, region: str | None) -> Way:
         try:
-            session = boto3.session.Session(
-                aws_access_key_id=options.key,
-                aws_secret_access_key=options.secret,
-                aws_session_token=options.token,
-                profile_name=options.profile,
-            )
-            self.client: S3Client = self._make_client(session, path_style=options.endpoint_url is not None)
-            #: Whether this is S3 itself, whose order and headers need no caution.
-            self.is_aws = ".amazonaws." in (urlsplit(self.client.meta.endpoint_url).hostname or "")
-            if not self.is_aws and options.endpoint_url is None:
-                # The endpoint came from the environment or the profile.
-                self.client = self._make_client(session, path_style=True)
+            session, client = open_client(self.bucket, self._options, region)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{uri}: the S3 client cannot be made from these options: {self._clean(str(error))}"
+                f"{self.uri}: the S3 client cannot be made from these options: {self._clean(str(error))}"
             ) from error
-        self.endpoint = self.client.meta.endpoint_url
-        with self.errors(""):
-            self._credentials = None if options.anon else session.get_credentials()
-            parts = urlsplit(_resolved_url(self.client, bucket))
-        self._base_path = parts.path.removesuffix("/x")
-        self._region = self.client.meta.region_name
-        self._pool = ConnectionPool(self._make_endpoint(parts.scheme, parts.hostname or "", parts.port))
-        self.endpoint = f"{parts.scheme}://{parts.netloc}"
+        with self._mapped("", None):
+            return find_way(self.uri, self.bucket, self._options, session, client)
 
-    def _make_client(self, session: boto3.session.Session, *, path_style: bool) -> S3Client:
-        options = self._options
-        config: dict[str, Any] = {
-            "connect_timeout": min(_CONNECT_TIMEOUT, options.deadline),
-            "read_timeout": min(_READ_TIMEOUT, options.deadline),
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            "max_pool_connections": 32,
-            **options.config_kwargs,
-            "signature_version": UNSIGNED if options.anon else "s3v4",
-            "retries": {"total_max_attempts": 1},
-        }
-        if path_style:
-            # Few stores that are not AWS have a host name for each bucket.
-            config["s3"] = {"addressing_style": "path", **(config.get("s3") or {})}
-        client: S3Client = session.client(
-            "s3",
-            endpoint_url=options.endpoint_url,
-            use_ssl=options.use_ssl,
-            config=botocore.config.Config(**config),
-            **options.client_kwargs,
-        )
-        if path_style:
-            client.meta.events.register("before-sign.s3.DeleteObjects", _replace_checksum_by_md5)
-        # As botocore has it: the argument, then the profile and AWS_CA_BUNDLE, then requests' own variable.
-        self._verify: bool | str | None = options.client_kwargs.get("verify")
-        if self._verify is None:
-            self._verify = session._session.get_config_variable("ca_bundle")  # noqa: SLF001 # boto3 shows it nowhere else
-        if self._verify is None:
-            self._verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        return client
-
-    def _make_endpoint(self, scheme: str, host: str, port: int | None) -> Endpoint:
-        config: Any = self.client.meta.config
-        tls = None
-        certifi_bundle: str = get_cert_path(verify=True) or ""  # the one that boto3 takes
-        if scheme == "https":
-            try:
-                tls = tls_context(
-                    True if self._verify is None else self._verify, certifi_bundle, config.client_cert
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"{self.uri}: the certificates in {self._verify!r} cannot be read: {error}"
-                ) from error
-        proxies = get_environ_proxies(f"{scheme}://{host}") if config.proxies is None else config.proxies
-        connect, read = config.connect_timeout, config.read_timeout
-        if isinstance(connect, tuple | list):
-            connect = connect[0]
-        return Endpoint(scheme, host, port, tls, connect, read, proxies.get(scheme))
+    def _take(self, way: Way) -> None:
+        self._way = way
+        self._credentials = way.credentials
+        endpoint = way.pool.endpoint
+        self.endpoint = f"{endpoint.scheme}://{endpoint.authority}"
 
     def request(
         self,
@@ -226,39 +148,63 @@ class S3Session:
         see :class:`~objckpt.store.http.Request`. Any status is returned; :class:`StoreTransientError` from :class:`NoAnswerError` if
         there was no answer.
         """
-        target = f"{self._base_path}/{quote(key, safe='/~')}{'?' if query else ''}{query}"
-        with self.errors(key):
-            signed = self._sign(method, target, headers or {})
-            return self._pool.exchange(Request(method, target, signed, body, into, skip))
+        crc = None
+        sent = {**self._headers, **(headers or {})}
+        if method == "PUT":
+            crc = CRC_HEADER in sent
+            if not query:
+                sent |= self._write_headers
+        with self._mapped(key, crc):
+            way = self._way
+            target = f"{way.base_path}/{quote(key, safe='/~')}{'?' if query else ''}{query}"
+            signed = self._sign(way, method, target, sent)
+            answer = way.pool.exchange(Request(method, target, signed, body, into, skip))
+        if answer.status < _REDIRECTS:
+            self._went_well()
+        return answer
 
-    def _sign(self, method: str, target: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def _sign(self, way: Way, method: str, target: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         if self._options.anon:
             return headers
         if self._credentials is None:
             raise botocore.exceptions.NoCredentialsError
-        authority = self._pool.endpoint.authority
-        request = AWSRequest(
-            method,
-            f"{self._pool.endpoint.scheme}://{authority}{target}",
-            headers={**headers, "Host": authority},
-        )
-        self._used_credentials = self._credentials.get_frozen_credentials()
-        _UnsignedPayloadAuth(self._used_credentials, "s3", self._region).add_auth(request)
-        return dict(request.headers.items())
+        credentials = self._credentials.get_frozen_credentials()
+        self._used.credentials = self._used_credentials = credentials
+        return way.sign(method, target, headers, credentials)
+
+    def checksum(self, body: memoryview, crc64: int) -> dict[str, str]:
+        """The header by which the store checks that it received ``body``, whose CRC-64/NVME is ``crc64``."""
+        if self._sends_crc:
+            return {CRC_HEADER: encode_crc64(crc64)}
+        digest = hashlib.md5(body, usedforsecurity=False).digest()
+        return {_MD5_HEADER: base64.b64encode(digest).decode("ascii")}
+
+    def confirms(self, answer: Answer, checksum: Mapping[str, str]) -> bool:
+        """Whether the store has confirmed that it received what was sent with :meth:`checksum`. Who takes a CRC-64/NVME has checked
+        it; an MD5 may have been ignored, but is mostly the ETag (not where the store encrypts with a key of its own).
+        """
+        if CRC_HEADER in checksum:
+            return True
+        etag = answer.headers.get("ETag", "").strip('"').lower()
+        return etag == base64.b64decode(checksum[_MD5_HEADER]).hex()
 
     @contextlib.contextmanager
-    def errors(self, key: str) -> Iterator[None]:
-        """Turns what boto3 and the connections raise into errors of objckpt."""
+    def errors(self, key: str, *, crc: bool | None = None) -> Iterator[None]:
+        """Around a call of :attr:`client`: turns what boto3 raises into errors of objckpt. ``crc``: whether the call carries our
+        checksums, None where it could not.
+        """
+        with self._mapped(key, crc):
+            yield
+        self._went_well()
+
+    @contextlib.contextmanager
+    def _mapped(self, key: str, crc: bool | None) -> Iterator[None]:
+        used = self._used
+        used.way, used.crc, used.credentials = getattr(self, "_way", None), crc, None
         try:
             yield
         except botocore.exceptions.ClientError as error:
-            said = error.response.get("Error", {})
-            meta = error.response.get("ResponseMetadata", {})
-            region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
-            refusal = _Refusal(
-                meta.get("HTTPStatusCode", 0), said.get("Code", ""), said.get("Message", ""), region
-            )
-            raise self._refused(refusal, key) from error
+            raise self._refused(Refusal.of_client_error(error), key) from error
         except NoAnswerError as error:
             raise self._unanswered(error, key) from error
         except UntrustedServerError as error:
@@ -270,42 +216,130 @@ class S3Session:
             raise self._from_botocore(error, key) from error
 
     def refused(self, answer: Answer, key: str) -> ObjckptError:
-        """The error that an answer with an unwelcome status is."""
-        return self._refused(_Refusal.of(answer), key)
+        """The error that the answer to this thread's last request is, if its status is unwelcome."""
+        return self._refused(Refusal.of(answer), key)
 
-    def is_throttled(self, answer: Answer) -> bool:
-        """Whether the store turned the request away before it could have an effect."""
-        refusal = _Refusal.of(answer)
-        return is_throttling(refusal.status, refusal.code)
+    def had_no_effect(self, answer: Answer) -> bool:
+        """Whether a refused request did nothing, for certain."""
+        return Refusal.of(answer).had_no_effect
 
     def is_bucket_missing(self, answer: Answer) -> bool:
         """Whether a 404 is about the bucket, and not about the key."""
-        return _Refusal.of(answer).code == "NoSuchBucket"
+        return Refusal.of(answer).code == "NoSuchBucket"
+
+    # ------------------------------------------------------------- learning from refusals
+
+    def _went_well(self) -> None:
+        """Tell that the last request of this thread was granted."""
+        if self._renewed is not None:
+            self._renewed = None
+        if self._crc_doubt is not None and self._used.crc is False:
+            with self._lock:
+                doubt, self._crc_doubt = self._crc_doubt, None
+                self._crc_is_settled = True
+            if doubt is not None:
+                _log.warning(
+                    "%s does not know CRC-64/NVME checksums (it said %s): writes carry Content-MD5 instead, and what the store does "
+                    "not confirm is read back",
+                    self.uri,
+                    self._clean(f"{doubt.status} {doubt.code} {doubt.message}".strip()),
+                )
+
+    def _learned(self, refusal: Refusal) -> str:
+        """What was learned from a refusal of this thread's last request, so that it is worth another try; "" if nothing."""
+        used = self._used
+        if used.way is None or used.learning:
+            return ""
+        used.learning = True
+        try:
+            with self._lock:
+                if not (refusal.is_elsewhere or refusal.is_expired):
+                    return self._doubted(refusal)
+                if used.way is not self._way:
+                    return "the way to the bucket has changed meanwhile"
+                return self._followed(refusal) if refusal.is_elsewhere else self._renew()
+        finally:
+            used.learning = False
+
+    def _followed(self, refusal: Refusal) -> str:
+        old, region = self._way, refusal.region
+        if self._region is not None or region == old.region:
+            return ""
+        way = self._find_way(region)
+        if refusal.is_redirect and way.pool.endpoint.authority == old.pool.endpoint.authority:
+            # The endpoint was given, and it is another one that is wanted.
+            return ""
+        text = "%s is in region %s, not %s: following. client_kwargs={'region_name': %r}, or AWS_REGION, saves the detour"
+        _log.warning(text, self.uri, region, old.region, region)
+        self._region = region
+        self._take(way)
+        return f"the bucket is in region {region}"
+
+    def _renew(self) -> str:
+        """Look for credentials as at the beginning: what expired may lie renewed in a file, or be had from its source again."""
+        refused, old = self._used.credentials, self._credentials
+        if old is None or self._renewed is self._way:
+            return ""
+        try:
+            known = old.get_frozen_credentials()
+            if refused is not None and refused != known:
+                return "the credentials were renewed meanwhile"
+            way = self._find_way(self._region)
+            if way.credentials is None or way.credentials.get_frozen_credentials() == known:
+                return ""
+        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, ObjckptError) as error:
+            # What the store said is told; this only adds why nothing came of it.
+            _log.warning(
+                "%s: expired credentials could not be renewed: %s", self.uri, self._clean(str(error))
+            )
+            return ""
+        _log.info("%s: the credentials have expired and were renewed", self.uri)
+        self._take(way)
+        self._renewed = way
+        return "the credentials were renewed"
+
+    def _doubted(self, refusal: Refusal) -> str:
+        """Leave our checksums out if they may be the reason; take them back if the store refuses alike without them."""
+        crc, doubt = self._used.crc, self._crc_doubt
+        if crc is None or not refusal.may_mean_checksums:
+            return ""
+        if crc and not self._sends_crc:
+            return "checksums are left out since"
+        if self._crc_is_settled:
+            return ""
+        if crc:
+            self._sends_crc, self._crc_doubt = False, refusal
+            return "it goes without our checksums next"
+        if doubt is not None and (refusal.status, refusal.code) == (doubt.status, doubt.code):
+            self._sends_crc, self._crc_doubt, self._crc_is_settled = True, None, True
+        return ""
 
     def relative(self, key: str) -> str:
         """The bucket's key as the store's callers know it."""
         return key.removeprefix(self._root)
 
-    def _refused(self, refusal: _Refusal, key: str) -> ObjckptError:
+    def _refused(self, refusal: Refusal, key: str) -> ObjckptError:
         status, code = refusal.status, refusal.code
         said = self._clean(f"{status} {code} {refusal.message}".strip())
         where = self._where(key)
-        if code in _CORRUPT:
+        if code in CORRUPT:
             return CorruptCheckpointError(
                 f"{where}: the store received other bytes than were sent ({said}): send it again"
             )
         if code == "NoSuchUpload":
             text = f"{where}: the store does not know the multipart upload (aborted meanwhile?): put it again"
             return UploadGoneError(text, uri=self.uri, key=self.relative(key))
-        if is_transient(status, code) and code not in _PERMISSION:
-            text = f"{where}: {self.endpoint} answered {said}"
+        endpoint, region = self.endpoint, self._used.way.region if self._used.way else ""
+        learned = self._learned(refusal)
+        if learned or (is_transient(status, code) and code not in PERMISSION):
+            text = f"{where}: {endpoint} answered {said}{f' ({learned})' if learned else ''}"
             return StoreTransientError(text, uri=self.uri, key=self.relative(key))
-        if refusal.region and (status in {_MOVED, _BAD_REQUEST}) and code not in _PERMISSION:
-            text = f"{where}: the bucket is in region {refusal.region}, not {self._region}: "
-            text += f"give client_kwargs={{'region_name': {refusal.region!r}}} or set AWS_REGION"
+        if refusal.is_elsewhere:
+            text = f"{where}: the bucket is in region {refusal.region}, not {region}: "
+            text += f"give client_kwargs={{'region_name': {refusal.region!r}}} or set AWS_REGION, and no endpoint_url of another region"
             return StoreError(text, uri=self.uri, key=self.relative(key))
-        if code in _PERMISSION or status in {_UNAUTHORIZED, _FORBIDDEN}:
-            todo = _PERMISSION.get(code, _PERMISSION["AccessDenied"])
+        if code in PERMISSION or status in {UNAUTHORIZED, FORBIDDEN}:
+            todo = PERMISSION.get(code, PERMISSION["AccessDenied"])
             return StorePermissionError(
                 f"{where}: {self.endpoint} refused the request ({said}): {todo}",
                 uri=self.uri,
@@ -316,7 +350,7 @@ class S3Session:
                 f"{where}: there is no bucket {self.bucket!r} at {self.endpoint}: create it, or mend the URI"
             )
             return StoreNotFoundError(text, uri=self.uri, key=self.relative(key))
-        if status == _NOT_FOUND:
+        if status == NOT_FOUND:
             text = f"{where}: there is no such key in the bucket: it was never written, was deleted, or the URI's prefix is wrong"
             return StoreNotFoundError(text, uri=self.uri, key=self.relative(key))
         return StoreError(
@@ -380,33 +414,6 @@ class S3Session:
         return text
 
 
-def _resolved_url(client: S3Client, bucket: str) -> str:
-    """The URL of the key ``x``. boto3 knows where a bucket lives (path or host style, region, dualstack, access point), but tells
-    it in public only to who is about to send a request. (A presigned URL names the global endpoint, whatever the region.)
-    """
-    urls: list[str] = []
-
-    def answer_instead(request: AWSPreparedRequest, **_: object) -> AWSResponse:
-        urls.append(request.url)
-        return AWSResponse(request.url, 200, HTTPHeaders(), urllib3.HTTPResponse(io.BytesIO()))
-
-    events: Any = client.meta.events  # the stubs do not know that a handler may answer
-    events.register_first("before-send.s3.HeadObject", answer_instead)
-    try:
-        client.head_object(Bucket=bucket, Key="x")
-    finally:
-        events.unregister("before-send.s3.HeadObject", answer_instead)
-    return urls[0]
-
-
-def _replace_checksum_by_md5(request: AWSRequest, **_: object) -> None:
-    """The call must carry a checksum; MD5 is the one that every S3-like store has always known."""
-    for name in [
-        name
-        for name in request.headers
-        if name.lower().startswith(("x-amz-checksum-", "x-amz-sdk-checksum-"))
-    ]:
-        del request.headers[name]
-    body = request.body or b""
-    digest = hashlib.md5(body.encode() if isinstance(body, str) else body, usedforsecurity=False).digest()
-    request.headers["Content-MD5"] = base64.b64encode(digest).decode("ascii")
+def encode_crc64(crc64: int) -> str:
+    """A CRC-64/NVME as S3's headers have it: 8 bytes, big endian, in base64."""
+    return base64.b64encode(crc64.to_bytes(8, "big")).decode("ascii")

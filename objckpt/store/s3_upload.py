@@ -1,26 +1,26 @@
 """One object in many parts: the multipart upload of ``put``.
 
 Invariants: nothing is visible before the completion, and the completion is only asked for when the CRC of what was sent is the
-expected one; every part and the whole carry their CRC-64/NVME, so that the store checks both; an upload that fails is aborted
-once none of its parts is on its way any more; the answer of a completion that got lost is found out, never guessed.
+expected one; every part and the whole carry their CRC-64/NVME, so that the store checks both (where it knows them: else each
+part carries an MD5, and an object with a part that the store did not confirm is read back); an upload that fails is aborted once
+none of its parts is on its way any more; the answer of a completion that got lost is found out, never guessed.
 
 Called by ``s3``.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 from objckpt.errors import CorruptCheckpointError, StoreError, StoreTransientError
-from objckpt.store.s3_session import S3Session, UploadGoneError
+from objckpt.store.s3_session import S3Session, UploadGoneError, encode_crc64
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,11 +38,7 @@ class _Part:
     size: int
     etag: str
     crc64: int
-
-
-def encode_crc64(crc64: int) -> str:
-    """A CRC-64/NVME as S3's headers have it: 8 bytes, big endian, in base64."""
-    return base64.b64encode(crc64.to_bytes(8, "big")).decode("ascii")
+    confirmed: bool
 
 
 def mismatch(uri: str, key: str, expected: int, found: int) -> CorruptCheckpointError:
@@ -50,6 +46,13 @@ def mismatch(uri: str, key: str, expected: int, found: int) -> CorruptCheckpoint
     return CorruptCheckpointError(
         f"{uri}: {key!r}: the bytes in memory have CRC-64 {found:016x}, not {expected:016x} as when they were staged: they changed "
         "since (bad memory, or a write into the slot). Nothing was stored: save again"
+    )
+
+
+def not_held(uri: str, key: str) -> CorruptCheckpointError:
+    """The error of a ``put`` that the store acknowledged, and did not confirm, and whose bytes do not come back."""
+    return CorruptCheckpointError(
+        f"{uri}: {key!r}: the store took the object and gives other bytes back: save again, and do not trust this store"
     )
 
 
@@ -78,6 +81,8 @@ class MultipartUpload:
         except BaseException:  # a Ctrl-C too leaves no parts that are billed for ever
             self._abort(upload_id)
             raise
+        if not all(part.confirmed for part in parts) and not self.holds(len(self.data), whole):
+            raise not_held(self.session.uri, self.session.relative(self.key))
 
     def _combined(self, parts: list[_Part], expected: int | None) -> int:
         whole = parts[0].crc64
@@ -89,13 +94,14 @@ class MultipartUpload:
 
     def _begin(self) -> str:
         def attempt() -> str:
-            with self.session.errors(self.key):
+            crc = self.session.sends_crc
+            checksum: Any = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if crc else {}
+            with self.session.errors(self.key, crc=crc):
                 answer = self.session.client.create_multipart_upload(
                     Bucket=self.session.bucket,
                     Key=self.key,
                     ContentType="application/octet-stream",
-                    ChecksumAlgorithm="CRC64NVME",
-                    ChecksumType="FULL_OBJECT",
+                    **checksum,
                 )
             return answer["UploadId"]
 
@@ -123,10 +129,10 @@ class MultipartUpload:
         body = self.data[offset : offset + self.part_size]
         crc64 = crc64nvme(body)
         query = f"partNumber={number}&uploadId={quote(upload_id, safe='-_.~')}"
-        headers = {"x-amz-checksum-crc64nvme": encode_crc64(crc64)}
 
-        def attempt() -> str:
-            answer = self.session.request("PUT", self.key, query=query, headers=headers, body=body)
+        def attempt() -> tuple[str, bool]:
+            checksum = self.session.checksum(body, crc64)
+            answer = self.session.request("PUT", self.key, query=query, headers=checksum, body=body)
             if answer.status != _OK:
                 raise self.session.refused(answer, self.key)
             etag = answer.headers.get("ETag")
@@ -135,30 +141,31 @@ class MultipartUpload:
                     f"{self.session.uri}: the store took part {number} of {self.key!r} without naming an ETag"
                 )
                 raise StoreTransientError(text, uri=self.session.uri, key=self.session.relative(self.key))
-            return etag
+            return etag, self.session.confirms(answer, checksum)
 
-        return _Part(number, len(body), self.retry.run(attempt, abandoned=failed), crc64)
+        etag, confirmed = self.retry.run(attempt, abandoned=failed)
+        return _Part(number, len(body), etag, crc64, confirmed)
 
     def _complete(self, upload_id: str, parts: list[_Part], crc64: int) -> None:
         def attempt() -> None:
-            with self.session.errors(self.key):
+            crc = self.session.sends_crc
+            listed: Any = [{"PartNumber": part.number, "ETag": part.etag} for part in parts]
+            whole: Any = {}
+            if crc:
+                for entry, part in zip(listed, parts, strict=True):
+                    entry["ChecksumCRC64NVME"] = encode_crc64(part.crc64)
+                whole = {
+                    "ChecksumCRC64NVME": encode_crc64(crc64),
+                    "ChecksumType": "FULL_OBJECT",
+                    "MpuObjectSize": len(self.data),
+                }
+            with self.session.errors(self.key, crc=crc):
                 self.session.client.complete_multipart_upload(
                     Bucket=self.session.bucket,
                     Key=self.key,
                     UploadId=upload_id,
-                    MultipartUpload={
-                        "Parts": [
-                            {
-                                "PartNumber": part.number,
-                                "ETag": part.etag,
-                                "ChecksumCRC64NVME": encode_crc64(part.crc64),
-                            }
-                            for part in parts
-                        ]
-                    },
-                    ChecksumCRC64NVME=encode_crc64(crc64),
-                    ChecksumType="FULL_OBJECT",
-                    MpuObjectSize=len(self.data),
+                    MultipartUpload={"Parts": listed},
+                    **whole,
                 )
 
         try:

@@ -9,6 +9,7 @@ Called by ``conformance`` and ``store_keys``.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import random
@@ -137,6 +138,11 @@ class StoreHooks:
 
     #: Test name (with or without its ``[parameter]``) to the reason why this store fails it, a strict expected failure.
     known_deviations: ClassVar[Mapping[str, str]] = {}
+    #: For the table of stores: the scheme, and what served it in this class.
+    backend: ClassVar[str] = ""
+    server: ClassVar[str] = ""
+    #: The installed package whose version the server has; "" where ``server_version`` finds it otherwise.
+    distribution: ClassVar[str] = ""
     #: Bytes of a part, for stores that send large objects in parts.
     part_size: ClassVar[int] = 1 << 20
     #: How often the racing tests begin anew.
@@ -152,6 +158,11 @@ class StoreHooks:
             raise TypeError(
                 f"{cls.__name__}.known_deviations names tests that do not exist: {', '.join(unknown)}"
             )
+
+    @classmethod
+    def server_version(cls) -> str:
+        """The version of what the tests ran on; "" if it has none."""
+        return importlib.metadata.version(cls.distribution) if cls.distribution else ""
 
     @pytest.fixture
     def store_spec(self) -> StoreSpec:

@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 URI ?=
+STORE ?=
 
-.PHONY: demo test check format clean help
+.PHONY: demo test check stores format clean help
 help:
-	@echo "make demo   train, kill, resume on a SeaweedFS that it starts (URI=s3://... for your own bucket)"
+	@echo "make demo   train, kill, resume on a SeaweedFS that it starts (STORE=gcs: on a fake-gcs-server; URI=s3://... or gs://...: your own bucket)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, layers"
+	@echo "make stores the conformance suite over every store, and the table of it in README.md and docs/stores.md"
 	@echo "make format rewrite the code in the house style"
 
 $(BIN)/.dev: pyproject.toml constraints.txt
@@ -24,7 +26,7 @@ $(BIN)/.demo: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(BIN)/.demo
-	@$(BIN)/python examples/demo.py $(if $(URI),--uri $(URI))
+	@$(BIN)/python examples/demo.py $(if $(URI),--uri $(URI)) $(if $(STORE),--store $(STORE))
 
 test: $(BIN)/.dev
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
@@ -34,6 +36,9 @@ check: $(BIN)/.dev
 	@echo "== lint" && $(BIN)/ruff check .
 	@echo "== types" && $(BIN)/mypy
 	@echo "== layers" && $(BIN)/lint-imports --no-logo
+
+stores: $(BIN)/.dev
+	@$(BIN)/python tests/conformance_table.py $(ARGS)
 
 format: $(BIN)/.dev
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -95,7 +95,7 @@ class Checkpointer:
         self._config = config.load(uri=uri, **keywords)
         if self._config.uri.startswith("memory:"):
             raise ConfigError(
-                "memory:// lives in one process, and the uploader is another: use file:// or s3:// with a Checkpointer"
+                "memory:// lives in one process, and the uploader is another: use file:// or a bucket with a Checkpointer"
             )
         self._world = current()
         self._store = open_store(

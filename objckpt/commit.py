@@ -232,9 +232,9 @@ class Run:
             log.debug("may not delete %s; gc does", key)
         if not first or second:
             raise StoreUnsuitableError(
-                f"{self.store.uri} does not honour put-if-absent (If-None-Match: *): a second create of {key} was "
+                f"{self.store.uri} does not honour put-if-absent: a second create of {key} was "
                 f"{'accepted' if second else 'the only one to succeed'}. Two jobs could overwrite each other's checkpoints, so "
-                f"objckpt does not write there. Use a store with conditional writes, such as AWS S3 or SeaweedFS.",
+                f"objckpt does not write there. Use a store with conditional writes, such as AWS S3, GCS or SeaweedFS.",
                 uri=self.store.uri,
                 key=key,
             )

@@ -44,7 +44,7 @@ def redact(uri: str) -> str:
 def _uri(value: object) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
-        raise ValueError("must be a URI such as s3://bucket/run, or an absolute path")
+        raise ValueError("must be a URI such as s3://bucket/run or gs://bucket/run, or an absolute path")
     if text.startswith("/"):
         text = "file://" + text
     match = _SCHEME.fullmatch(text)
@@ -67,6 +67,14 @@ def _options(value: object) -> dict[str, Any]:
     for name in ("part_size", "connections"):
         if name in value:
             raise ValueError(f"takes no {name}: say tuning=objckpt.Tuning(part_size=..., concurrency=...)")
+    for name, entry in value.items():
+        try:
+            json.dumps(entry)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"has {name!r} as a {type(entry).__name__}, which cannot be handed to the uploader, a process of its own: give plain "
+                f"values, such as the path of a key file, or let the store's client find its credentials"
+            ) from None
     return dict(value)
 
 
@@ -188,14 +196,14 @@ class Tuning:
     """How fast, not what: sizes in bytes. Set by ``tuning=``, ``[checkpoint.tuning]`` or
     ``OBJCKPT_PART_SIZE`` and so on.
 
-    ``part_size``: of one part of a multipart upload and one range of a download (S3 allows 5 MiB to 5 GiB);
+    ``part_size``: of one part of an upload and one range of a download (S3 and GCS allow 5 MiB to 5 GiB);
     ``concurrency``: parts on their way at one time on this node; each of its ranks (``LOCAL_WORLD_SIZE``)
     has its share of them, and at least one.
     """
 
     part_size: int = field(
         default=16 * _MIB,
-        metadata=_by(_integer(5 * _MIB, 5 << 30, why="S3's limits for a part, in bytes"), _int_text),
+        metadata=_by(_integer(5 * _MIB, 5 << 30, why="S3's and GCS's limits for a part, in bytes"), _int_text),
     )
     concurrency: int = field(default=16, metadata=_by(_integer(1, 256), _int_text))
 

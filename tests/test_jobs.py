@@ -293,3 +293,41 @@ def test_ranks_agree_through_the_store_once_gloo_is_dead(tmp_path):
     assert any("gloo failed; ranks agree through the process group's store" in err for _, err in said)
     for out, _ in said[:2]:
         assert "rank(s) 2 did not come to an agreement of all 3 ranks" in out
+
+
+ONE_SIDED = """
+import os, sys
+import torch.distributed as dist
+from objckpt.world import current
+
+class Failing:
+    def wait(self):
+        raise RuntimeError("as if a connection had broken after the others had read it")
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+world = current()
+begun = world.maximum([5 + rank], 12)
+if rank == 1:
+    begun._work.wait()
+    begun._work = Failing()
+print(begun.result(), world.maximum([50 + rank], 12).result(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_alone_missed_what_gloo_told_the_others_hears_it_through_the_store(tmp_path):
+    """The others are at the next reduction by then; they give to the store what they gave to the one before, too."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_SIDED, f"file://{tmp_path}/group", str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=100)
+        assert out == "[6] [51]\n", err[-3000:]

@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 URI ?=
 STORE ?=
 
-.PHONY: demo test check stores format clean help
+.PHONY: demo test check stores terraform format clean help
 help:
 	@echo "make demo   train, kill, resume on a SeaweedFS that it starts (STORE=gcs: on a fake-gcs-server; URI=s3://... or gs://...: your own bucket)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, layers"
+	@echo "make terraform  the tests of terraform/, checkov among them"
 	@echo "make stores the conformance suite over every store, and the table of it in README.md and docs/stores.md"
 	@echo "make format rewrite the code in the house style"
 
@@ -37,6 +38,15 @@ check: $(BIN)/.dev
 	@echo "== types" && $(BIN)/mypy
 	@echo "== layers" && $(BIN)/lint-imports --no-logo
 
+.venv-checkov/.done:
+	@echo "== installing checkov into .venv-checkov (once; about a minute): what it needs clashes with the development tools"
+	@$(PYTHON) -m venv .venv-checkov
+	@.venv-checkov/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@touch $@
+
+terraform: $(BIN)/.dev .venv-checkov/.done
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(wildcard tests/test_terraform*.py) $(ARGS)
+
 stores: $(BIN)/.dev
 	@$(BIN)/python tests/conformance_table.py $(ARGS)
 
@@ -44,4 +54,4 @@ format: $(BIN)/.dev
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-checkov .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

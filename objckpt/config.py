@@ -203,7 +203,9 @@ class Tuning:
 
     part_size: int = field(
         default=16 * _MIB,
-        metadata=_by(_integer(5 * _MIB, 5 << 30, why="S3's and GCS's limits for a part, in bytes"), _int_text),
+        metadata=_by(
+            _integer(5 * _MIB, 5 << 30, why="S3's and GCS's limits for a part, in bytes"), _int_text
+        ),
     )
     concurrency: int = field(default=16, metadata=_by(_integer(1, 256), _int_text))
 

@@ -77,7 +77,9 @@ def test_storage_options_are_taken_whole_from_the_nearest_place(monkeypatch):
 
 
 def test_a_storage_option_that_cannot_reach_the_uploader_is_refused_and_not_shown():
-    with pytest.raises(ConfigError, match=r"storage_options has 'token' as a object, which cannot be handed to the uploader"):
+    with pytest.raises(
+        ConfigError, match=r"storage_options has 'token' as a object, which cannot be handed to the uploader"
+    ):
         load(uri="gs://b/r", storage_options={"token": object()})
 
 

@@ -196,6 +196,20 @@ def test_a_checkpoint_damaged_on_one_rank_gives_way_to_the_older_on_all(
         }
 
 
+def started(script, world_size, tmp_path):
+    """Processes that run ``script`` as ranks of a group without a launcher; it is told where they meet, and its rank."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script, f"file://{tmp_path}/group", str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
 LEAVING = """
 import datetime, os, sys, time
 import torch.distributed as dist
@@ -219,15 +233,7 @@ else:
 
 @pytest.mark.timeout(120)
 def test_ranks_hear_at_once_of_one_that_left(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVING, f"file://{tmp_path}/group", str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = started(LEAVING, 2, tmp_path)
     try:
         assert (
             ranks[0].stdout.readline()
@@ -278,15 +284,7 @@ os._exit(0)
 @pytest.mark.timeout(120)
 def test_ranks_agree_through_the_store_once_gloo_is_dead(tmp_path):
     """One rank's gloo connections are cut in the middle of a reduction, which some ranks may have finished."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WITHOUT_GLOO, f"file://{tmp_path}/group", str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    ranks = started(WITHOUT_GLOO, 3, tmp_path)
     said = [rank.communicate(timeout=100) for rank in ranks]
     for rank, (out, err) in enumerate(said):
         assert out.startswith("[200]\nagreed\n"), f"rank {rank}: {err[-3000:]}"
@@ -319,15 +317,6 @@ os._exit(0)
 @pytest.mark.timeout(120)
 def test_a_rank_that_alone_missed_what_gloo_told_the_others_hears_it_through_the_store(tmp_path):
     """The others are at the next reduction by then; they give to the store what they gave to the one before, too."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ONE_SIDED, f"file://{tmp_path}/group", str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
+    for rank in started(ONE_SIDED, 2, tmp_path):
         out, err = rank.communicate(timeout=100)
         assert out == "[6] [51]\n", err[-3000:]

@@ -10,7 +10,6 @@ Called by ``objckpt.store.open_store``.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import defaultdict
 from functools import partial
@@ -20,26 +19,28 @@ from typing import TYPE_CHECKING, Final
 from awscrt.checksums import crc32c, crc64nvme
 
 from objckpt.errors import (
-    CommitUnknownError,
-    ConfigError,
-    ObjckptError,
     StoreError,
     StoreNotFoundError,
     StorePermissionError,
     StoreTransientError,
 )
 from objckpt.store import Buffer, ObjectInfo
+from objckpt.store.checksums import check_unchanged
 from objckpt.store.gcs_options import GCSOptions
-from objckpt.store.http import NoAnswerError
-from objckpt.store.keys import INCOMING
+from objckpt.store.keys import INCOMING, bucket_key, split_bucket_uri
+from objckpt.store.put_if_absent import put_if_absent
+from objckpt.store.ranges import Source
 from objckpt.store.retry import RetryPolicy
 from objckpt.store.s3_options import part_size_for
+from objckpt.store.uploads import abort
+from objckpt.store.window import in_window
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from google.cloud.storage import Blob
 
+    from objckpt.errors import ObjckptError
     from objckpt.store.gcs_session import GCSSession, Stored
     from objckpt.store.gcs_upload import Orphan
     from objckpt.store.http import Answer
@@ -47,17 +48,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("objckpt.store")
 
 _OK: Final = 200
-_PARTIAL: Final = 206
-_NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
 _PRECONDITION_FAILED: Final = 412
-_RANGE_NOT_SATISFIABLE: Final = 416
 
 #: GCS's own limits.
 _PAGE: Final = 1000
-_LONGEST_KEY: Final = 1024
-#: Lists of uploads are XML, which cannot hold these; GCS itself refuses line ends.
-_NOT_IN_XML: Final = re.compile("[\\x00-\\x1f\\x7f\\ufffe\\uffff]")
 _SHOWN_FAILURES: Final = 5
 #: Below a store's root: the folder of temporary objects, which no list shows and no key may be in.
 _FOLDER: Final = f"{INCOMING}/"
@@ -70,7 +65,7 @@ class GCSStore:
     """
 
     def __init__(self, uri: str, options: GCSOptions | None = None) -> None:
-        self._bucket, self._prefix = _split(uri)
+        self._bucket, self._prefix = split_bucket_uri(uri, "GCS", ("gs", "gcs"), "token and endpoint_url")
         self._root = f"{self._prefix}/" if self._prefix else ""
         self._uri = f"gs://{self._bucket}/{self._prefix}".rstrip("/")
         self._options = options or GCSOptions()
@@ -97,11 +92,11 @@ class GCSStore:
         return self._opened
 
     def _full(self, key: str) -> str:
-        """The bucket's key. :class:`StoreError` for one that GCS, or XML on its way, would refuse or take for another."""
-        full = self._root + key
-        fault = _fault_of(key, full)
-        if fault:
-            raise StoreError(f"{self._uri}: the key {key!r} {fault}; use another", uri=self._uri, key=key)
+        """The bucket's key. :class:`StoreError` for one that no bucket takes, and for one among the temporary objects."""
+        full = bucket_key(self._uri, self._root, key)
+        if key.startswith(_FOLDER):
+            text = f"{self._uri}: the key {key!r} is below {_FOLDER}, where parts wait to be composed; use another"
+            raise StoreError(text, uri=self._uri, key=key)
         return full
 
     def _relative(self, full: str) -> str:
@@ -120,8 +115,8 @@ class GCSStore:
                 gcs_upload.Job(session, self._retry, full, incoming, view, part_size, connections), crc64
             )
             return
-        if crc64 is not None and (found := crc64nvme(view)) != crc64:
-            raise gcs_upload.changed(session, full, crc64, found)
+        if crc64 is not None:
+            check_unchanged(f"{self._uri}/{key}", crc64, crc64nvme(view))
         crc = crc32c(view)
 
         def attempt() -> Stored:
@@ -139,59 +134,22 @@ class GCSStore:
 
         full, view, session = self._full(key), memoryview(data).cast("B"), self._session
         crc = crc32c(view)
-        unknown: Exception | None = None
 
-        def attempt() -> bool:
-            nonlocal unknown
-            lost: StoreTransientError | None = None
-            try:
-                answer = session.insert(full, view, crc, if_absent=True)
-            except StoreTransientError as error:
-                if not (isinstance(error.__cause__, NoAnswerError) and error.__cause__.sent):
-                    raise
-                unknown = unknown or error
-                lost = error
-            else:
-                if answer.status == _OK and answer.failure is None:
-                    check_stored(session, self._retry, full, session.inserted(answer, full), crc)
-                    return True
-                if answer.status not in {_OK, _CONFLICT, _PRECONDITION_FAILED}:
-                    refused = session.refused(answer, full)
-                    if not isinstance(refused, StoreTransientError) or Refusal.of(answer).is_throttling:
-                        raise refused
-                    # A 5xx may come from a proxy in front of a store that did what it was told.
-                    unknown = unknown or refused
-                    lost = refused
-            held = self._read_back(full, len(view))
-            if held is not None:
-                return held == view
-            # Refused, or not answered, and yet absent: a delete may run, or the request is still on its way.
-            text = f"{self._uri}: {key!r} was not created, and is not there either"
-            raise lost or StoreTransientError(text, uri=self._uri, key=key)
+        def send() -> Answer:
+            return session.insert(full, view, crc, if_absent=True)
 
-        try:
-            return self._retry.run(attempt)
-        except ObjckptError as error:
-            if unknown is None:
-                raise
-            raise CommitUnknownError(
-                f"{self._uri}: it is not known whether {key!r} was created: a request had no answer, and reading the key back "
-                f"did not tell ({error}). Read the key when the store is back; do not assume either"
-            ) from unknown
+        def read(answer: Answer) -> bool | StoreTransientError:
+            if answer.status == _OK and answer.failure is None:
+                check_stored(session, self._retry, full, session.inserted(answer, full), crc)
+                return True
+            if answer.status in {_OK, _CONFLICT, _PRECONDITION_FAILED}:
+                return False
+            refused = session.refused(answer, full)
+            if isinstance(refused, StoreTransientError) and not Refusal.of(answer).is_throttling:
+                return refused
+            raise refused
 
-    def _read_back(self, full: str, size: int) -> memoryview | None:
-        """What the key holds, up to one byte more than ``size``; None if it is absent. Not retried."""
-        from objckpt.store.gcs_refusals import Refusal  # noqa: PLC0415 # see create
-
-        into = memoryview(bytearray(size + 1))
-        count, more = 0, True
-        while more and count < len(into):
-            answer = self._get(full, into[count:], count)
-            if answer.status == _NOT_FOUND and not self._session.is_bucket_missing(Refusal.of(answer)):
-                return None
-            step, more = self._received(answer, full, count)
-            count += step
-        return into[:count]
+        return put_if_absent(self._source(full), view, self._retry, send, read)
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         """See :meth:`ObjectStore.read`."""
@@ -199,39 +157,17 @@ class GCSStore:
         if not len(view):
             self.head(key)
             return 0
-        done, more = 0, True
+        return self._source(full).read(self._retry, view, offset)
 
-        def attempt() -> tuple[int, bool]:
-            return self._received(self._get(full, view[done:], offset + done), full, offset + done)
+    def _source(self, full: str) -> Source:
+        def get(*, headers: Mapping[str, str], into: memoryview, skip: int) -> Answer:
+            target = f"{self._session.object_target(full, '/download/storage/v1')}?alt=media"
+            return self._session.request("GET", target, full, headers=headers, into=into, skip=skip)
 
-        while more and done < len(view):
-            # Each round brought bytes, so it is a success, and the rest has a deadline of its own.
-            step, more = self._retry.run(attempt)
-            done += step
-        return done
+        def refused(answer: Answer) -> ObjckptError:
+            return self._session.refused(answer, full)
 
-    def _get(self, full: str, into: memoryview, offset: int) -> Answer:
-        target = f"{self._session.object_target(full, '/download/storage/v1')}?alt=media"
-        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
-        return self._session.request("GET", target, full, headers=headers, into=into, skip=offset)
-
-    def _received(self, answer: Answer, full: str, offset: int) -> tuple[int, bool]:
-        """What an answer to :meth:`_get` brought: how many bytes (0 only at the end), and whether the object goes on behind them."""
-        if answer.status == _RANGE_NOT_SATISFIABLE:
-            return 0, False
-        if answer.status not in {_OK, _PARTIAL}:
-            raise self._session.refused(answer, full)
-        first, size = answer.extent()
-        if first != (0 if answer.is_whole else offset):
-            text = f"{self._uri}: {full!r}: asked for bytes from {offset} on, the store sent those from {first} on"
-            raise StoreError(f"{text}: it cannot be used", uri=self._uri, key=self._relative(full))
-        goes_on = offset + answer.received < size if size is not None else not answer.is_whole
-        if not answer.received and (goes_on or answer.failure is not None):
-            text = f"{self._uri}: {full!r}: the answer broke off before its first byte ({answer.failure!r})"
-            raise StoreTransientError(text, uri=self._uri, key=self._relative(full)) from answer.failure
-        if answer.failure is not None:
-            _log.debug("%s: the answer broke off after %d bytes: going on from there", full, answer.received)
-        return answer.received, goes_on or answer.failure is not None
+        return Source(self._uri, self._relative(full), get, refused)
 
     def head(self, key: str) -> ObjectInfo:
         """See :meth:`ObjectStore.head`. GCS keeps a CRC-32C, so ``crc64`` is None."""
@@ -294,7 +230,6 @@ class GCSStore:
 
     def _delete_batch(self, full_keys: Sequence[str]) -> None:
         from objckpt.store.gcs_session import CONTROL_CONNECTIONS  # noqa: PLC0415 # it loads the client
-        from objckpt.store.gcs_upload import in_window  # noqa: PLC0415 # likewise
 
         failed: dict[str, StoreError] = {}
 
@@ -319,8 +254,7 @@ class GCSStore:
 
     def abort_uploads(self, prefix: str, older_than: float) -> int:
         """See :meth:`ObjectStore.abort_uploads`. Temporary objects that wait to be composed are an unfinished upload, too."""
-        from objckpt.store.gcs_refusals import UploadGoneError  # noqa: PLC0415 # see create
-        from objckpt.store.gcs_upload import abort  # noqa: PLC0415 # it loads the client
+        from objckpt.store.gcs_upload import abort_upload  # noqa: PLC0415 # it loads the client
 
         session = self._session
         now = self._retry.run(session.now)
@@ -329,14 +263,11 @@ class GCSStore:
         for orphan in orphans:
             if now - orphan.began <= older_than:
                 continue
-            try:
-                if orphan.upload_id:
-                    self._retry.run(partial(abort, session, orphan.key, orphan.upload_id))
-                else:
-                    self._delete_batch(orphan.temporaries)
-            except UploadGoneError:
-                _log.debug("the upload of %s ended meanwhile", orphan.key)
+            if orphan.upload_id:
+                forget = partial(abort_upload, session, orphan.key, orphan.upload_id)
+                count += abort(self._retry, forget, orphan.key)
             else:
+                self._delete_batch(orphan.temporaries)
                 count += 1
         return count
 
@@ -364,36 +295,3 @@ class GCSStore:
             if key.startswith(self._root + prefix):
                 began = min(blob.time_created.timestamp() for blob in blobs)
                 yield Orphan(key, began, temporaries=[blob.name for blob in blobs])
-
-
-def _split(uri: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends). Not ``urlsplit``: keys may hold ``?`` and ``#``."""
-    scheme, _, rest = uri.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    if scheme not in {"gs", "gcs"} or not bucket:
-        raise ConfigError(f"{scheme}://: a GCS URI is gs://bucket or gs://bucket/prefix")
-    if "@" in bucket or ":" in bucket:
-        raise ConfigError(
-            "a GCS URI holds no credentials and no port: give token and endpoint_url as storage_options"
-        )
-    return bucket, prefix.strip("/")
-
-
-def _fault_of(key: str, full: str) -> str:
-    """Why a key is refused, "" if it is not."""
-    try:
-        size = len(full.encode())
-    except UnicodeEncodeError:
-        return "is not valid Unicode"
-    segments = key.split("/")
-    if size > _LONGEST_KEY:
-        return f"has {size} bytes with the root's prefix, more than {_LONGEST_KEY}"
-    if not all(segments):
-        return "is empty, or has an empty segment between slashes"
-    if not {".", ".."}.isdisjoint(segments):
-        return "has a segment `.` or `..`"
-    if _NOT_IN_XML.search(key):
-        return "holds a control character"
-    if key.startswith(_FOLDER):
-        return f"is below {_FOLDER}, where parts wait to be composed"
-    return ""

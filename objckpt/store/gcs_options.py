@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from objckpt.errors import ConfigError
-from objckpt.store.s3_options import LARGEST_PART, SMALLEST_PART, nearest
+from objckpt.store.s3_options import check_tuning, nearest
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -82,14 +82,7 @@ class GCSOptions:
                 "endpoint_url must be http://host[:port] or https://host[:port], without a path and without a password: "
                 "give credentials as token"
             )
-        if not _is_int(self.part_size) or not SMALLEST_PART <= self.part_size <= LARGEST_PART:
-            raise ConfigError(
-                f"part_size={self.part_size!r} must be a number of bytes between 5 MiB and 5 GiB (GCS's own limits)"
-            )
-        if not _is_int(self.connections) or self.connections < 1:
-            raise ConfigError(f"connections={self.connections!r} must be a whole number of at least 1")
-        if not self.deadline > 0:
-            raise ConfigError(f"deadline={self.deadline!r} must be a number of seconds above 0")
+        check_tuning(self.part_size, self.connections, self.deadline, "GCS")
 
     def key_file(self) -> Mapping[str, Any] | None:
         """What the key file says that ``token`` is or names; None if it does neither. :class:`ConfigError` if it cannot be used."""
@@ -138,10 +131,6 @@ def _of_known_kind(held: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             "GOOGLE_APPLICATION_CREDENTIALS to that file and leave token out"
         )
     return held
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_endpoint(url: str | None) -> bool:

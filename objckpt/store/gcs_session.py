@@ -8,9 +8,7 @@ Called by ``gcs`` and ``gcs_upload``, which import it on first use: it loads goo
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import email.utils
 import json
 import os
 import secrets
@@ -28,8 +26,9 @@ import requests
 import requests.adapters
 
 from objckpt.errors import ConfigError, ObjckptError, StoreError, StoreTransientError
+from objckpt.store.checksums import decode_crc, encode_crc32c
 from objckpt.store.gcs_login import Login, credentials_for
-from objckpt.store.gcs_refusals import Place, Refusal
+from objckpt.store.gcs_refusals import HOW_TO_GIVE_CREDENTIALS, Refusal, error_of
 from objckpt.store.http import (
     Answer,
     ConnectionPool,
@@ -37,8 +36,10 @@ from objckpt.store.http import (
     NoAnswerError,
     Request,
     UntrustedServerError,
+    http_date,
     tls_context,
 )
+from objckpt.store.refusals import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,6 +50,8 @@ _CONNECT_TIMEOUT: Final = 10.0
 _READ_TIMEOUT: Final = 60.0
 #: Connections of control calls: they are small, and many may be under way.
 CONTROL_CONNECTIONS: Final = 32
+
+_HOW_TO_TRUST: Final = "set REQUESTS_CA_BUNDLE to the file of the authority that signed it"
 
 _OK: Final = 200
 _NO_CONTENT: Final = 204
@@ -237,7 +240,7 @@ class GCSSession:
         if not crc32c or size is None or not generation:
             text = f"{self.place.where(key)}: {self.endpoint} does not say CRC-32C, size and generation of what it stores"
             raise StoreError(f"{text}: it cannot be used", uri=self.uri, key=self.place.relative(key))
-        return Stored(decode_crc32c(str(crc32c)), int(str(size)), int(str(generation)))
+        return Stored(decode_crc(str(crc32c)), int(str(size)), int(str(generation)))
 
     def remove(self, key: str, generation: int | None = None) -> None:
         """Delete an object (or only that ``generation`` of it), not retried. If it is missing, that is no error.
@@ -278,7 +281,7 @@ class GCSSession:
         missing = refusal.missing
         if refusal.status == _NOT_FOUND and not missing and self.is_bucket_missing(refusal):
             missing = "bucket"
-        return self.place.refused(refusal, key, missing=missing)
+        return error_of(refusal, self.place, key, missing)
 
     @contextlib.contextmanager
     def errors(self, key: str) -> Iterator[None]:
@@ -290,18 +293,17 @@ class GCSSession:
         except NoAnswerError as error:
             raise self.place.unanswered(error, key) from error
         except UntrustedServerError as error:
-            raise self.place.untrusted(str(error), key) from error
+            raise self.place.untrusted(str(error), key, _HOW_TO_TRUST) from error
         except google.auth.exceptions.GoogleAuthError as error:
             # A metadata server that hiccups is worth another try; a key that Google refuses is not.
             if isinstance(error, google.auth.exceptions.TransportError) or error.retryable:
                 raise self.place.unanswered(error, key) from error
-            raise self.place.not_logged_in(error, key) from error
+            raise self.place.no_credentials(error, key, HOW_TO_GIVE_CREDENTIALS) from error
         except requests.exceptions.RequestException as error:
             reason = _certificate_fault(error)
             if reason:
-                raise self.place.untrusted(
-                    f"the certificate of {self.endpoint} was not accepted: {reason}", key
-                ) from error
+                text = f"the certificate of {self.endpoint} was not accepted: {reason}"
+                raise self.place.untrusted(text, key, _HOW_TO_TRUST) from error
             raise self.place.unanswered(error, key) from error
 
 
@@ -316,18 +318,3 @@ def _certificate_fault(error: BaseException) -> str:
         )
         cause = inner if isinstance(inner, BaseException) else cause.__cause__ or cause.__context__
     return ""
-
-
-def encode_crc32c(crc32c: int) -> str:
-    """A CRC-32C as GCS has it: 4 bytes, big endian, in base64."""
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
-
-
-def decode_crc32c(text: str) -> int:
-    """The other way round."""
-    return int.from_bytes(base64.b64decode(text), "big")
-
-
-def http_date(text: str) -> float:
-    """A date of an HTTP header, in seconds since the epoch."""
-    return email.utils.parsedate_to_datetime(text).timestamp()

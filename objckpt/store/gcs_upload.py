@@ -12,36 +12,28 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import xml.etree.ElementTree as ET
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from awscrt.checksums import combine_crc32c, combine_crc64nvme, crc32c, crc64nvme
 
 from objckpt.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, StoreTransientError
-from objckpt.store.gcs_refusals import BucketNotFoundError, Refusal, UploadGoneError
-from objckpt.store.gcs_session import (
-    CONTROL_CONNECTIONS,
-    UPLOAD_OF,
-    GCSSession,
-    Stored,
-    decode_crc32c,
-    encode_crc32c,
-)
+from objckpt.store.checksums import check_unchanged, decode_crc, encode_crc32c, joined
+from objckpt.store.gcs_refusals import Refusal
+from objckpt.store.gcs_session import CONTROL_CONNECTIONS, UPLOAD_OF, GCSSession, Stored
+from objckpt.store.uploads import abort_failed, complete
+from objckpt.store.window import in_window
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     from objckpt.store.http import Answer
     from objckpt.store.retry import RetryPolicy
-
-_T = TypeVar("_T")
-_U = TypeVar("_U")
 
 _log = logging.getLogger("objckpt.store")
 
@@ -104,38 +96,15 @@ def _send_all(job: Job, send: Callable[[int, memoryview, int], str], expected: i
     count = -(-len(job.data) // job.part_size)
     parts = in_window(one, range(1, count + 1), job.connections)
     if expected is not None:
-        found = parts[0].crc64
-        for part in parts[1:]:
-            found = combine_crc64nvme(found, part.crc64, part.size)
-        if found != expected:
-            raise changed(job.session, job.key, expected, found)
+        found = joined(combine_crc64nvme, [(part.crc64, part.size) for part in parts])
+        check_unchanged(job.session.place.where(job.key), expected, found)
     return parts
-
-
-def in_window(act: Callable[[_T, threading.Event], _U], items: Sequence[_T], threads: int) -> list[_U]:
-    """``act`` of each item, ``threads`` at a time. The first failure sets the event that all others are given, waits for them, and is
-    raised.
-    """
-    failed = threading.Event()
-    pool = ThreadPoolExecutor(max(1, min(threads, len(items))), thread_name_prefix="objckpt-gcs")
-    try:
-        futures = [pool.submit(act, item, failed) for item in items]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        if waiting:
-            next(future for future in done if future.exception()).result()
-        return [future.result() for future in futures]
-    finally:
-        failed.set()
-        # Waits for those on their way: a part that came after the clean-up would lie there, and be paid, for ever.
-        pool.shutdown(cancel_futures=True)
 
 
 def _whole(parts: Sequence[_Part]) -> _Part:
     """What the parts are together, without a name."""
-    crc, size = parts[0].crc32c, parts[0].size
-    for part in parts[1:]:
-        crc, size = combine_crc32c(crc, part.crc32c, part.size), size + part.size
-    return _Part("", size, crc)
+    crc = joined(combine_crc32c, [(part.crc32c, part.size) for part in parts])
+    return _Part("", sum(part.size for part in parts), crc)
 
 
 def check_stored(session: GCSSession, retry: RetryPolicy, key: str, stored: Stored, crc: int) -> None:
@@ -152,37 +121,17 @@ def check_stored(session: GCSSession, retry: RetryPolicy, key: str, stored: Stor
     raise CorruptCheckpointError(f"{what}: it was removed: put it again")
 
 
-def changed(session: GCSSession, key: str, expected: int, found: int) -> CorruptCheckpointError:
-    """The error of a ``put`` whose bytes are not those that were staged."""
-    return CorruptCheckpointError(
-        f"{session.place.where(key)}: the bytes in memory have CRC-64 {found:016x}, not {expected:016x} as when they were staged: they "
-        "changed since (bad memory, or a write into the slot). Nothing was stored: save again"
-    )
-
-
 def _finish(job: Job, whole: _Part, finish: Callable[[], Stored]) -> None:
     """Make the object visible by ``finish``, which is retried here, and compare what the store then has."""
-    try:
-        stored = job.retry.run(finish)
-    except (StoreTransientError, UploadGoneError) as error:
-        # An earlier try may have done it, with its answer lost; then the store has forgotten the upload.
-        found = _held(job)
-        if found is None or (found.crc32c, found.size) != (whole.crc32c, whole.size):
-            if isinstance(error, UploadGoneError):
-                text = f"{error} (its completion was tried {error.attempts} times)"
-                raise StoreTransientError(
-                    text, uri=error.uri, key=error.key, attempts=error.attempts
-                ) from error
-            raise
-        stored = found
-    check_stored(job.session, job.retry, job.key, stored, whole.crc32c)
 
+    def held() -> Stored | None:
+        try:
+            found = job.retry.run(partial(job.session.look, job.key))
+        except StoreNotFoundError:
+            return None
+        return found if (found.crc32c, found.size) == (whole.crc32c, whole.size) else None
 
-def _held(job: Job) -> Stored | None:
-    try:
-        return job.retry.run(partial(job.session.look, job.key))
-    except StoreNotFoundError:
-        return None
+    check_stored(job.session, job.retry, job.key, complete(job.retry, finish, held), whole.crc32c)
 
 
 # --- the XML API's multipart upload
@@ -212,7 +161,7 @@ def _put_by_multipart(job: Job, upload_id: str, crc64: int | None) -> None:
         body = _completion(parts)
         _finish(job, _whole(parts), lambda: _complete(job, upload_id, body))
     except BaseException:  # a Ctrl-C too leaves no parts that are billed for ever
-        _abort(job, upload_id)
+        abort_failed(job.retry, partial(abort_upload, job.session, job.key, upload_id), job.key)
         raise
 
 
@@ -258,17 +207,7 @@ def _complete(job: Job, upload_id: str, body: bytes) -> Stored:
     return session.look(job.key)
 
 
-def _abort(job: Job, upload_id: str) -> None:
-    try:
-        job.retry.run(partial(abort, job.session, job.key, upload_id))
-    except UploadGoneError:
-        _log.debug("the upload of %s is gone already", job.key)
-    except StoreError as error:
-        # The failure that led here is the one to be told.
-        _log.warning("an unfinished upload stays behind until abort_uploads, as its abort failed: %s", error)
-
-
-def abort(session: GCSSession, key: str, upload_id: str) -> None:
+def abort_upload(session: GCSSession, key: str, upload_id: str) -> None:
     """Forget a multipart upload and its parts, not retried. :class:`UploadGoneError` if there is none."""
     answer = session.request("DELETE", session.xml_target(key, _id_query(upload_id)), key)
     if answer.status not in _DONE:
@@ -292,7 +231,7 @@ def _crc32c_of(answer: Answer) -> int | None:
         for entry in header.split(","):
             name, _, value = entry.strip().partition("=")
             if name == "crc32c":
-                return decode_crc32c(value)
+                return decode_crc(value)
     return None
 
 
@@ -368,9 +307,9 @@ def _compose(job: Job, name: str, sources: Sequence[_Part]) -> Stored:
     try:
         with session.errors(job.key):
             target.compose([session.blob(part.name) for part in sources], timeout=session.timeout, retry=None)
-    except BucketNotFoundError:
-        raise
     except StoreNotFoundError as error:
+        if not error.key:  # no bucket
+            raise
         text = (
             f"{session.place.where(job.key)}: a part of it was removed before it was composed: put it again"
         )

@@ -5,12 +5,13 @@ here; a connection goes back to the pool only if its answer was read to the end;
 pipe; every wait on a socket has a time-out. Nothing is retried here but the reopening of a pooled connection that the server
 had closed meanwhile.
 
-Called by ``s3`` and ``gcs``.
+Called by the modules of ``s3`` and ``gcs``.
 """
 
 from __future__ import annotations
 
 import base64
+import email.utils
 import http.client
 import logging
 import os
@@ -96,12 +97,12 @@ class Answer:
         """The first byte that a 200 or 206 brings, and the object's size (None if it is not told); (-1, None) if it is not of that form."""
         if self.is_whole:
             length = self.headers.get("Content-Length", "")
-            return 0, int(length) if length.isdigit() else None
+            return 0, int(length) if length.isdecimal() else None
         interval, _, size = self.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         first, _, last = interval.partition("-")
-        if not (first.isdigit() and last.isdigit()):
+        if not (first.isdecimal() and last.isdecimal()):
             return -1, None
-        return int(first), int(size) if size.isdigit() else None
+        return int(first), int(size) if size.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,11 @@ def tls_context(
     if client_cert is not None:
         context.load_cert_chain(*([client_cert] if isinstance(client_cert, str) else client_cert))
     return context
+
+
+def http_date(text: str) -> float:
+    """A date of a header, in seconds since the epoch."""
+    return email.utils.parsedate_to_datetime(text).timestamp()
 
 
 def _send(sock: socket.socket, body: memoryview | bytes) -> None:

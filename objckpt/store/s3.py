@@ -9,10 +9,7 @@ Called by ``objckpt.store.open_store``.
 
 from __future__ import annotations
 
-import base64
-import email.utils
 import logging
-import re
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from awscrt.checksums import crc64nvme
 
 from objckpt.errors import (
-    CommitUnknownError,
     ConfigError,
     ObjckptError,
     StoreError,
@@ -30,13 +26,18 @@ from objckpt.errors import (
     StoreUnsuitableError,
 )
 from objckpt.store import Buffer, ObjectInfo
-from objckpt.store.http import NoAnswerError
+from objckpt.store.checksums import check_unchanged, decode_crc
+from objckpt.store.http import http_date
+from objckpt.store.keys import bucket_key, split_bucket_uri
+from objckpt.store.put_if_absent import put_if_absent
+from objckpt.store.ranges import Source
 from objckpt.store.retry import RetryPolicy, is_transient
 from objckpt.store.s3_headers import NOT_ON_EXPRESS, is_directory_bucket
 from objckpt.store.s3_options import S3Options, part_size_for
+from objckpt.store.uploads import abort
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mypy_boto3_s3.type_defs import ListMultipartUploadsOutputTypeDef, ListObjectsV2OutputTypeDef
 
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("objckpt.store")
 
 _OK: Final = 200
-_PARTIAL: Final = 206
-_NOT_FOUND: Final = 404
-_RANGE_NOT_SATISFIABLE: Final = 416
 _NOT_IMPLEMENTED: Final = 501
 _UNEXPLAINED: Final = frozenset({301, 400, 403, 404})
 #: How stores say that a key is taken: 412 as they should, 409 to the loser of a race, 304 by old MinIO.
@@ -56,9 +54,6 @@ _TAKEN: Final = frozenset({304, 409, 412})
 
 #: S3's own limits of one request.
 _PAGE: Final = 1000
-_LONGEST_KEY: Final = 1024
-#: Lists and bulk deletes are XML, which cannot hold these, or reads them as something else.
-_NOT_IN_XML: Final = re.compile("[\\x00-\\x1f\\x7f\\ufffe\\uffff]")
 _CRC_STEP: Final = 8 << 20
 _CRC_HEADER: Final = "x-amz-checksum-crc64nvme"
 _PUT_HEADERS: Final = {"Content-Type": "application/octet-stream"}
@@ -72,7 +67,9 @@ class S3Store:
     """
 
     def __init__(self, uri: str, options: S3Options | None = None) -> None:
-        self._bucket, self._prefix = _split(uri)
+        self._bucket, self._prefix = split_bucket_uri(
+            uri, "S3", ("s3", "s3a"), "key, secret and endpoint_url"
+        )
         self._root = f"{self._prefix}/" if self._prefix else ""
         self._uri = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
         self._options = options or S3Options()
@@ -101,12 +98,8 @@ class S3Store:
         return self._opened
 
     def _full(self, key: str) -> str:
-        """The bucket's key. :class:`StoreError` for one that some S3-like store, or XML on its way, would take for another."""
-        full = self._root + key
-        fault = _fault_of(key, full)
-        if fault:
-            raise StoreError(f"{self._uri}: the key {key!r} {fault}; use another", uri=self._uri, key=key)
-        return full
+        """The bucket's key. :class:`StoreError` for one that no bucket takes."""
+        return bucket_key(self._uri, self._root, key)
 
     def _full_to_write(self, key: str) -> str:
         self._refuse_anonymous(key)
@@ -140,8 +133,7 @@ class S3Store:
             ).run(crc64)
             return
         found = crc64nvme(view)
-        if crc64 is not None and found != crc64:
-            raise s3_upload.mismatch(self._uri, key, crc64, found)
+        check_unchanged(f"{self._uri}/{key}", crc64, found)
 
         def attempt() -> bool:
             checksum = self._session.checksum(view, found)
@@ -157,61 +149,27 @@ class S3Store:
         """See :meth:`ObjectStore.create`."""
         full, view = self._full_to_write(key), memoryview(data).cast("B")
         crc64 = crc64nvme(view)
-        unknown: Exception | None = None
 
-        def attempt() -> bool:
-            nonlocal unknown
-            lost: StoreTransientError | None = None
+        def send() -> Answer:
             headers = {**_PUT_HEADERS, **self._session.checksum(view, crc64), "If-None-Match": "*"}
-            try:
-                answer = self._session.request("PUT", full, headers=headers, body=view)
-            except StoreTransientError as error:
-                if not (isinstance(error.__cause__, NoAnswerError) and error.__cause__.sent):
-                    raise
-                unknown = unknown or error
-                lost = error
-            else:
-                if answer.status == _OK:
-                    return True
-                absent = answer.status == _NOT_FOUND and not self._session.is_bucket_missing(answer)
-                if answer.status not in _TAKEN and not absent:
-                    refused = self._session.refused(answer, full)
-                    if answer.status == _NOT_IMPLEMENTED and not isinstance(refused, StoreTransientError):
-                        raise _no_conditions(self._uri, key, refused)
-                    if not isinstance(refused, StoreTransientError) or self._session.had_no_effect(answer):
-                        raise refused
-                    # A 5xx may come from a proxy in front of a store that did what it was told.
-                    unknown = unknown or refused
-                    lost = refused
-            held = self._read_back(full, len(view))
-            if held is not None:
-                return held == view
-            # Refused (a race with a delete makes some say 404), or not answered, and yet absent: a delete may run, or the request
-            # is still on its way.
-            text = f"{self._uri}: {key!r} was not created, and is not there either"
-            raise lost or StoreTransientError(text, uri=self._uri, key=key)
+            return self._session.request("PUT", full, headers=headers, body=view)
 
-        try:
-            return self._retry.run(attempt)
-        except ObjckptError as error:
-            if unknown is None:
-                raise
-            raise CommitUnknownError(
-                f"{self._uri}: it is not known whether {key!r} was created: a request had no answer, and reading the key back "
-                f"did not tell ({error}). Read the key when the store is back; do not assume either"
-            ) from unknown
+        def read(answer: Answer) -> bool | StoreTransientError:
+            if answer.status == _OK or answer.status in _TAKEN:
+                return answer.status == _OK
+            refused = self._session.refused(answer, full)
+            if isinstance(refused, StoreNotFoundError) and refused.key:
+                # Not of the bucket: some say so in a race with a delete.
+                return False
+            if isinstance(refused, StoreTransientError):
+                if self._session.had_no_effect(answer):
+                    raise refused
+                return refused
+            if answer.status == _NOT_IMPLEMENTED:
+                raise _no_conditions(self._uri, key, refused)
+            raise refused
 
-    def _read_back(self, full: str, size: int) -> memoryview | None:
-        """What the key holds, up to one byte more than ``size``; None if it is absent. Not retried."""
-        into = memoryview(bytearray(size + 1))
-        count, more = 0, True
-        while more and count < len(into):
-            answer = self._get(full, into[count:], count)
-            if answer.status == _NOT_FOUND and not self._session.is_bucket_missing(answer):
-                return None
-            step, more = self._received(answer, full, count)
-            count += step
-        return into[:count]
+        return put_if_absent(self._source(full), view, self._retry, send, read)
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         """See :meth:`ObjectStore.read`."""
@@ -219,44 +177,16 @@ class S3Store:
         if not len(view):
             self.head(key)
             return 0
-        done, more = 0, True
+        return self._source(full).read(self._retry, view, offset)
 
-        def attempt() -> tuple[int, bool]:
-            return self._received(self._get(full, view[done:], offset + done), full, offset + done)
+    def _source(self, full: str) -> Source:
+        def get(*, headers: Mapping[str, str], into: memoryview, skip: int) -> Answer:
+            return self._session.request("GET", full, headers=headers, into=into, skip=skip)
 
-        while more and done < len(view):
-            # Each round brought bytes, so it is a success, and the rest has a deadline of its own.
-            step, more = self._retry.run(attempt)
-            done += step
-        return done
+        def refused(answer: Answer) -> ObjckptError:
+            return self._session.refused(answer, full)
 
-    def _get(self, full: str, into: memoryview, offset: int) -> Answer:
-        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
-        return self._session.request("GET", full, headers=headers, into=into, skip=offset)
-
-    def _received(self, answer: Answer, full: str, offset: int) -> tuple[int, bool]:
-        """What an answer to :meth:`_get` brought: how many bytes (0 only at the end), and whether the object goes on behind them."""
-        if answer.status == _RANGE_NOT_SATISFIABLE:
-            return 0, False
-        if answer.status not in {_OK, _PARTIAL}:
-            raise self._session.refused(answer, full)
-        size: int | None
-        if answer.is_whole:
-            size = int(answer.headers["Content-Length"]) if "Content-Length" in answer.headers else None
-        else:
-            first, size = _content_range(answer.headers.get("Content-Range", ""))
-            if first != offset:
-                text = f"{self._uri}: {full!r}: asked for bytes from {offset} on, the store sent those from {first} on"
-                raise StoreError(
-                    f"{text}: it does not understand ranges, and cannot be used", uri=self._uri, key=full
-                )
-        goes_on = offset + answer.received < size if size is not None else not answer.is_whole
-        if not answer.received and (goes_on or answer.failure is not None):
-            text = f"{self._uri}: {full!r}: the answer broke off before its first byte ({answer.failure!r})"
-            raise StoreTransientError(text, uri=self._uri, key=self._relative(full)) from answer.failure
-        if answer.failure is not None:
-            _log.debug("%s: the answer broke off after %d bytes: going on from there", full, answer.received)
-        return answer.received, goes_on or answer.failure is not None
+        return Source(self._uri, self._relative(full), get, refused)
 
     def head(self, key: str) -> ObjectInfo:
         """See :meth:`ObjectStore.head`."""
@@ -266,15 +196,15 @@ class S3Store:
             answer = self._session.request("HEAD", full, headers={"x-amz-checksum-mode": "ENABLED"})
             if answer.status in _UNEXPLAINED:
                 # A HEAD has no body to say which it is: the key or the bucket missing, expired credentials, another region.
-                self._received(self._get(full, memoryview(bytearray(1)), 0), full, 0)
+                self._source(full).read_once(memoryview(bytearray(1)), 0)
                 raise StoreTransientError(f"{self._uri}: {key!r} appeared just now", uri=self._uri, key=key)
             if answer.status != _OK:
                 raise self._session.refused(answer, full)
             return ObjectInfo(
                 key=key,
                 size=int(answer.headers["Content-Length"]),
-                modified=_seconds(answer.headers["Last-Modified"]),
-                crc64=_decode_crc64(answer.headers.get(_CRC_HEADER)),
+                modified=http_date(answer.headers["Last-Modified"]),
+                crc64=None if (crc64 := answer.headers.get(_CRC_HEADER)) is None else decode_crc(crc64),
             )
 
         return self._retry.run(attempt)
@@ -384,14 +314,14 @@ class S3Store:
 
     def abort_uploads(self, prefix: str, older_than: float) -> int:
         """See :meth:`ObjectStore.abort_uploads`."""
-        from objckpt.store.s3_session import UploadGoneError  # noqa: PLC0415 # it loads boto3
+        from objckpt.store.s3_upload import abort_upload  # noqa: PLC0415 # it loads boto3
 
         self._refuse_anonymous("")
         old: list[tuple[str, str]] = []
         markers: dict[str, str] = {}
         while True:
             page = self._retry.run(partial(self._list_uploads_page, self._root + prefix, markers))
-            now = _seconds(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            now = http_date(page["ResponseMetadata"]["HTTPHeaders"]["date"])
             old += [
                 (upload["Key"], upload["UploadId"])
                 for upload in page.get("Uploads", ())
@@ -405,15 +335,10 @@ class S3Store:
                 "UploadIdMarker": page.get("NextUploadIdMarker", ""),
             }
 
-        count = 0
-        for full, upload_id in old:
-            try:
-                self._retry.run(partial(self._abort, full, upload_id))
-            except UploadGoneError:
-                _log.debug("the upload of %s ended meanwhile", full)
-            else:
-                count += 1
-        return count
+        return sum(
+            abort(self._retry, partial(abort_upload, self._session, full, upload_id), full)
+            for full, upload_id in old
+        )
 
     def _list_uploads_page(self, prefix: str, markers: dict[str, str]) -> ListMultipartUploadsOutputTypeDef:
         session = self._session
@@ -422,11 +347,6 @@ class S3Store:
             return session.client.list_multipart_uploads(
                 Bucket=self._bucket, Prefix=self._folder(prefix), MaxUploads=_PAGE, **arguments
             )
-
-    def _abort(self, full: str, upload_id: str) -> None:
-        session = self._session
-        with session.errors(full):
-            session.client.abort_multipart_upload(Bucket=self._bucket, Key=full, UploadId=upload_id)
 
     def _holds(self, key: str, size: int, crc64: int) -> bool:
         """Whether the key holds ``size`` bytes with that CRC; read in full where the store keeps no such checksum."""
@@ -448,37 +368,6 @@ class S3Store:
         return found == crc64
 
 
-def _split(uri: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends). Not ``urlsplit``: keys may hold ``?`` and ``#``."""
-    scheme, _, rest = uri.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    if scheme not in {"s3", "s3a"} or not bucket:
-        raise ConfigError(f"{scheme}://: an S3 URI is s3://bucket or s3://bucket/prefix")
-    if "@" in bucket or ":" in bucket:
-        raise ConfigError(
-            "an S3 URI holds no credentials and no port: give key, secret and endpoint_url as storage_options"
-        )
-    return bucket, prefix.strip("/")
-
-
-def _fault_of(key: str, full: str) -> str:
-    """Why a key is refused, "" if it is not."""
-    try:
-        size = len(full.encode())
-    except UnicodeEncodeError:
-        return "is not valid Unicode"
-    segments = key.split("/")
-    if size > _LONGEST_KEY:
-        return f"has {size} bytes with the root's prefix, more than {_LONGEST_KEY}"
-    if not all(segments):
-        return "is empty, or has an empty segment between slashes"
-    if not {".", ".."}.isdisjoint(segments):
-        return "has a segment `.` or `..`"
-    if _NOT_IN_XML.search(key):
-        return "holds a control character"
-    return ""
-
-
 def _check_express(uri: str, options: S3Options) -> None:
     """:class:`ConfigError` for what a directory bucket does not have."""
     if options.anon:
@@ -494,20 +383,3 @@ def _no_conditions(uri: str, key: str, refused: ObjckptError) -> StoreUnsuitable
         uri=uri,
         key=key,
     )
-
-
-def _decode_crc64(text: str | None) -> int | None:
-    return None if text is None else int.from_bytes(base64.b64decode(text), "big")
-
-
-def _seconds(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp()
-
-
-def _content_range(text: str) -> tuple[int, int | None]:
-    """The first byte and the object's size (None for ``*``) of ``bytes 5-9/20``; (-1, None) if it is not of that form."""
-    interval, _, size = text.removeprefix("bytes ").partition("/")
-    first, _, last = interval.partition("-")
-    if not (first.isdigit() and last.isdigit()):
-        return -1, None
-    return int(first), int(size) if size.isdigit() else None

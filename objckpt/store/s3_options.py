@@ -3,14 +3,14 @@
 Invariants: a name that nobody reads is refused and the nearest one that is read is named; secrets show in no ``repr`` and no
 message; defaults stand here and nowhere else.
 
-Called by ``s3``.
+Called by ``s3``; what is said of tuning holds for ``gcs`` too.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from urllib.parse import urlsplit
 
 from objckpt.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _MIB: Final = 1 << 20
-#: S3's own limits.
+#: S3's own limits, and GCS's.
 SMALLEST_PART: Final = 5 * _MIB
 LARGEST_PART: Final = 5 << 30
 MOST_PARTS: Final = 10_000
@@ -127,15 +127,19 @@ class S3Options:
                 )
                 raise ConfigError(f"config_kwargs[{name!r}] is not taken; {what}")
         check_additional(self.s3_additional_kwargs)
-        _check_part_size(self.part_size)
-        if (
-            isinstance(self.connections, bool)
-            or not isinstance(self.connections, int)
-            or self.connections < 1
-        ):
-            raise ConfigError(f"connections={self.connections!r} must be a whole number of at least 1")
-        if not self.deadline > 0:
-            raise ConfigError(f"deadline={self.deadline!r} must be a number of seconds above 0")
+        check_tuning(self.part_size, self.connections, self.deadline, "S3")
+
+
+def check_tuning(part_size: object, connections: object, deadline: float, name: str) -> None:
+    """:class:`ConfigError` for what the store called ``name`` cannot do."""
+    if not _is_int(part_size) or not SMALLEST_PART <= part_size <= LARGEST_PART:
+        raise ConfigError(
+            f"part_size={part_size!r} must be a number of bytes between 5 MiB and 5 GiB ({name}'s own limits)"
+        )
+    if not _is_int(connections) or connections < 1:
+        raise ConfigError(f"connections={connections!r} must be a whole number of at least 1")
+    if not deadline > 0:
+        raise ConfigError(f"deadline={deadline!r} must be a number of seconds above 0")
 
 
 def part_size_for(size: int, preferred: int) -> int:
@@ -171,8 +175,5 @@ def _is_endpoint(url: str | None) -> bool:
     return parts.scheme in {"http", "https"} and bool(parts.hostname) and "@" not in parts.netloc
 
 
-def _check_part_size(size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or not SMALLEST_PART <= size <= LARGEST_PART:
-        raise ConfigError(
-            f"part_size={size!r} must be a number of bytes between 5 MiB and 5 GiB (S3's own limits)"
-        )
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -8,11 +8,11 @@ Called by ``s3_session``.
 
 from __future__ import annotations
 
-import html
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from objckpt.store.refusals import xml_text
 from objckpt.store.retry import is_throttling
 
 if TYPE_CHECKING:
@@ -53,9 +53,6 @@ _UNKNOWN_HEADER: Final = frozenset(
     {"", "InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 )
 
-_CODE: Final = re.compile(rb"<Code>\s*([^<]*?)\s*</Code>")
-_MESSAGE: Final = re.compile(rb"<Message>\s*([^<]*?)\s*</Message>")
-_REGION: Final = re.compile(rb"<Region>\s*([^<]*?)\s*</Region>")
 #: It becomes a part of a host name.
 _IS_REGION: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -74,13 +71,10 @@ class Refusal:
     @classmethod
     def of(cls, answer: Answer) -> Refusal:
         """The refusal that an answer with a status other than 2xx is."""
-
-        def text(pattern: re.Pattern[bytes]) -> str:
-            found = pattern.search(answer.body)
-            return html.unescape(found[1].decode("utf-8", "replace")) if found else ""
-
-        region = answer.headers.get("x-amz-bucket-region") or text(_REGION)
-        return cls(answer.status, text(_CODE), text(_MESSAGE), _checked(region))
+        code, message, region = (xml_text(answer.body, name) or "" for name in ("Code", "Message", "Region"))
+        return cls(
+            answer.status, code, message, _checked(answer.headers.get("x-amz-bucket-region") or region)
+        )
 
     @classmethod
     def of_client_error(cls, error: ClientError) -> Refusal:

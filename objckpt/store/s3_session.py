@@ -22,16 +22,10 @@ from urllib.parse import quote
 import botocore.exceptions
 from botocore.parsers import ResponseParserError
 
-from objckpt.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    ObjckptError,
-    StoreError,
-    StoreNotFoundError,
-    StorePermissionError,
-    StoreTransientError,
-)
+from objckpt.errors import ConfigError, ObjckptError, StoreError
+from objckpt.store.checksums import encode_crc64
 from objckpt.store.http import Answer, NoAnswerError, Request, UntrustedServerError
+from objckpt.store.refusals import Place
 from objckpt.store.retry import is_transient
 from objckpt.store.s3_connect import Way, find_way, open_client
 from objckpt.store.s3_headers import ON_ALL, ON_WRITES, headers_of
@@ -59,13 +53,10 @@ _HOW_TO_GIVE_CREDENTIALS: Final = (
     "give storage_options key and secret (and token), or profile, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "or run where an instance or pod role provides them; anon=True reads a public bucket"
 )
+_HOW_TO_TRUST: Final = "give client_kwargs={'verify': '/path/to/ca.pem'} or set AWS_CA_BUNDLE"
 CRC_HEADER: Final = "x-amz-checksum-crc64nvme"
 _MD5_HEADER: Final = "Content-MD5"
 _REDIRECTS: Final = 300
-
-
-class UploadGoneError(StoreNotFoundError):
-    """The store does not know the multipart upload: completed or aborted before."""
 
 
 class _Used(threading.local):
@@ -206,12 +197,12 @@ class S3Session:
         except botocore.exceptions.ClientError as error:
             raise self._refused(Refusal.of_client_error(error), key) from error
         except NoAnswerError as error:
-            raise self._unanswered(error, key) from error
+            raise self.place.unanswered(error, key) from error
         except UntrustedServerError as error:
-            raise self._untrusted(str(error), key) from error
+            raise self.place.untrusted(str(error), key, _HOW_TO_TRUST) from error
         except ResponseParserError as error:
             # A body that is no XML comes from something in between, or was cut.
-            raise self._unanswered(error, key) from error
+            raise self.place.unanswered(error, key) from error
         except botocore.exceptions.BotoCoreError as error:
             raise self._from_botocore(error, key) from error
 
@@ -222,10 +213,6 @@ class S3Session:
     def had_no_effect(self, answer: Answer) -> bool:
         """Whether a refused request did nothing, for certain."""
         return Refusal.of(answer).had_no_effect
-
-    def is_bucket_missing(self, answer: Answer) -> bool:
-        """Whether a 404 is about the bucket, and not about the key."""
-        return Refusal.of(answer).code == "NoSuchBucket"
 
     # ------------------------------------------------------------- learning from refusals
 
@@ -314,60 +301,35 @@ class S3Session:
             self._sends_crc, self._crc_doubt, self._crc_is_settled = True, None, True
         return ""
 
-    def relative(self, key: str) -> str:
-        """The bucket's key as the store's callers know it."""
-        return key.removeprefix(self._root)
+    @property
+    def place(self) -> Place:
+        """Where requests go now, as messages name it."""
+        return Place(self.uri, self.bucket, self._root, self.endpoint, self._clean)
 
     def _refused(self, refusal: Refusal, key: str) -> ObjckptError:
         status, code = refusal.status, refusal.code
         said = self._clean(f"{status} {code} {refusal.message}".strip())
-        where = self._where(key)
+        # As they were when the request went: they may change by what is learned.
+        place, region = self.place, self._used.way.region if self._used.way else ""
         if code in CORRUPT:
-            return CorruptCheckpointError(
-                f"{where}: the store received other bytes than were sent ({said}): send it again"
-            )
+            return place.corrupt(said, key)
         if code == "NoSuchUpload":
-            text = f"{where}: the store does not know the multipart upload (aborted meanwhile?): put it again"
-            return UploadGoneError(text, uri=self.uri, key=self.relative(key))
-        endpoint, region = self.endpoint, self._used.way.region if self._used.way else ""
+            return place.no_upload(key)
         learned = self._learned(refusal)
         if learned or (is_transient(status, code) and code not in PERMISSION):
-            text = f"{where}: {endpoint} answered {said}{f' ({learned})' if learned else ''}"
-            return StoreTransientError(text, uri=self.uri, key=self.relative(key))
+            return place.transient(f"{said} ({learned})" if learned else said, key)
         if refusal.is_elsewhere:
-            text = f"{where}: the bucket is in region {refusal.region}, not {region}: "
+            text = f"{place.where(key)}: the bucket is in region {refusal.region}, not {region}: "
             text += f"give client_kwargs={{'region_name': {refusal.region!r}}} or set AWS_REGION, and no endpoint_url of another region"
-            return StoreError(text, uri=self.uri, key=self.relative(key))
+            return StoreError(text, uri=self.uri, key=place.relative(key))
         if code in PERMISSION or status in {UNAUTHORIZED, FORBIDDEN}:
-            todo = PERMISSION.get(code, PERMISSION["AccessDenied"])
-            return StorePermissionError(
-                f"{where}: {self.endpoint} refused the request ({said}): {todo}",
-                uri=self.uri,
-                key=self.relative(key),
-            )
+            return place.not_allowed(said, key, PERMISSION.get(code, PERMISSION["AccessDenied"]))
         if code == "NoSuchBucket":
-            text = (
-                f"{where}: there is no bucket {self.bucket!r} at {self.endpoint}: create it, or mend the URI"
-            )
-            return StoreNotFoundError(text, uri=self.uri, key=self.relative(key))
-        if status == NOT_FOUND:
-            text = f"{where}: there is no such key in the bucket: it was never written, was deleted, or the URI's prefix is wrong"
-            return StoreNotFoundError(text, uri=self.uri, key=self.relative(key))
-        return StoreError(
-            f"{where}: {self.endpoint} refused the request ({said})", uri=self.uri, key=self.relative(key)
-        )
-
-    def _unanswered(self, error: Exception, key: str) -> StoreTransientError:
-        text = f"{self._where(key)}: no answer from {self.endpoint}: {self._clean(str(error))}"
-        return StoreTransientError(
-            f"{text}. Is the endpoint right, and reachable from here?", uri=self.uri, key=self.relative(key)
-        )
-
-    def _untrusted(self, reason: str, key: str) -> StoreError:
-        text = f"{self._where(key)}: {reason}: give client_kwargs={{'verify': '/path/to/ca.pem'}} or set AWS_CA_BUNDLE"
-        return StoreError(text, uri=self.uri, key=self.relative(key))
+            return place.no_bucket(key)
+        return place.no_key(key) if status == NOT_FOUND else place.refused(said, key)
 
     def _from_botocore(self, error: botocore.exceptions.BotoCoreError, key: str) -> ObjckptError:
+        place = self.place
         if isinstance(
             error,
             botocore.exceptions.NoCredentialsError
@@ -375,14 +337,12 @@ class S3Session:
             | botocore.exceptions.SSOError
             | botocore.exceptions.TokenRetrievalError,
         ):
-            text = f"{self._where(key)}: no usable credentials ({self._clean(str(error))}): {_HOW_TO_GIVE_CREDENTIALS}"
-            return StorePermissionError(text, uri=self.uri, key=self.relative(key))
+            return place.no_credentials(error, key, _HOW_TO_GIVE_CREDENTIALS)
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
-                return self._untrusted(
-                    f"the certificate of {self.endpoint} was not accepted: {cause.verify_message}", key
-                )
+                text = f"the certificate of {self.endpoint} was not accepted: {cause.verify_message}"
+                return place.untrusted(text, key, _HOW_TO_TRUST)
             cause = cause.__cause__ or cause.__context__
         # A metadata server that hiccups during a refresh is worth another try as well.
         if isinstance(
@@ -392,13 +352,9 @@ class S3Session:
             | botocore.exceptions.CredentialRetrievalError
             | botocore.exceptions.MetadataRetrievalError,
         ):
-            return self._unanswered(error, key)
-        return StoreError(
-            f"{self._where(key)}: {self._clean(str(error))}", uri=self.uri, key=self.relative(key)
-        )
-
-    def _where(self, key: str) -> str:
-        return f"s3://{self.bucket}/{key}"
+            return place.unanswered(error, key)
+        text = f"{place.where(key)}: {self._clean(str(error))}"
+        return StoreError(text, uri=self.uri, key=place.relative(key))
 
     def _clean(self, text: str) -> str:
         """``text`` (which a server wrote) without our secrets, should it repeat them."""
@@ -412,8 +368,3 @@ class S3Session:
             if secret:
                 text = text.replace(secret, "***")
         return text
-
-
-def encode_crc64(crc64: int) -> str:
-    """A CRC-64/NVME as S3's headers have it: 8 bytes, big endian, in base64."""
-    return base64.b64encode(crc64.to_bytes(8, "big")).decode("ascii")

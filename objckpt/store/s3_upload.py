@@ -10,24 +10,24 @@ Called by ``s3``.
 
 from __future__ import annotations
 
-import logging
-import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
-from objckpt.errors import CorruptCheckpointError, StoreError, StoreTransientError
-from objckpt.store.s3_session import S3Session, UploadGoneError, encode_crc64
+from objckpt.errors import CorruptCheckpointError, StoreTransientError
+from objckpt.store.checksums import check_unchanged, encode_crc64, joined
+from objckpt.store.s3_session import S3Session
+from objckpt.store.uploads import abort_failed, complete
+from objckpt.store.window import in_window
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from objckpt.store.retry import RetryPolicy
-
-_log = logging.getLogger("objckpt.store")
 
 _OK = 200
 
@@ -39,14 +39,6 @@ class _Part:
     etag: str
     crc64: int
     confirmed: bool
-
-
-def mismatch(uri: str, key: str, expected: int, found: int) -> CorruptCheckpointError:
-    """The error of a ``put`` whose bytes are not those that were staged."""
-    return CorruptCheckpointError(
-        f"{uri}: {key!r}: the bytes in memory have CRC-64 {found:016x}, not {expected:016x} as when they were staged: they changed "
-        "since (bad memory, or a write into the slot). Nothing was stored: save again"
-    )
 
 
 def not_held(uri: str, key: str) -> CorruptCheckpointError:
@@ -76,21 +68,14 @@ class MultipartUpload:
         upload_id = self._begin()
         try:
             parts = self._send_all(upload_id)
-            whole = self._combined(parts, crc64)
+            whole = joined(combine_crc64nvme, [(part.crc64, part.size) for part in parts])
+            check_unchanged(self.session.place.where(self.key), crc64, whole)
             self._complete(upload_id, parts, whole)
         except BaseException:  # a Ctrl-C too leaves no parts that are billed for ever
             self._abort(upload_id)
             raise
         if not all(part.confirmed for part in parts) and not self.holds(len(self.data), whole):
-            raise not_held(self.session.uri, self.session.relative(self.key))
-
-    def _combined(self, parts: list[_Part], expected: int | None) -> int:
-        whole = parts[0].crc64
-        for part in parts[1:]:
-            whole = combine_crc64nvme(whole, part.crc64, part.size)
-        if expected is not None and whole != expected:
-            raise mismatch(self.session.uri, self.session.relative(self.key), expected, whole)
-        return whole
+            raise not_held(self.session.uri, self.session.place.relative(self.key))
 
     def _begin(self) -> str:
         def attempt() -> str:
@@ -108,21 +93,8 @@ class MultipartUpload:
         return self.retry.run(attempt)
 
     def _send_all(self, upload_id: str) -> list[_Part]:
-        failed = threading.Event()
         count = -(-len(self.data) // self.part_size)
-        threads = ThreadPoolExecutor(min(self.connections, count), thread_name_prefix="objckpt-part")
-        try:
-            futures = [
-                threads.submit(self._send, upload_id, number, failed) for number in range(1, count + 1)
-            ]
-            done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-            if waiting:
-                next(future for future in done if future.exception()).result()
-            return [future.result() for future in futures]
-        finally:
-            failed.set()
-            # Waits for the parts on their way: one that came after the abort would lie there, and be paid, for ever.
-            threads.shutdown(cancel_futures=True)
+        return in_window(partial(self._send, upload_id), range(1, count + 1), self.connections)
 
     def _send(self, upload_id: str, number: int, failed: threading.Event) -> _Part:
         offset = (number - 1) * self.part_size
@@ -140,14 +112,16 @@ class MultipartUpload:
                 text = (
                     f"{self.session.uri}: the store took part {number} of {self.key!r} without naming an ETag"
                 )
-                raise StoreTransientError(text, uri=self.session.uri, key=self.session.relative(self.key))
+                raise StoreTransientError(
+                    text, uri=self.session.uri, key=self.session.place.relative(self.key)
+                )
             return etag, self.session.confirms(answer, checksum)
 
         etag, confirmed = self.retry.run(attempt, abandoned=failed)
         return _Part(number, len(body), etag, crc64, confirmed)
 
     def _complete(self, upload_id: str, parts: list[_Part], crc64: int) -> None:
-        def attempt() -> None:
+        def attempt() -> bool:
             crc = self.session.sends_crc
             listed: Any = [{"PartNumber": part.number, "ETag": part.etag} for part in parts]
             whole: Any = {}
@@ -167,33 +141,15 @@ class MultipartUpload:
                     MultipartUpload={"Parts": listed},
                     **whole,
                 )
+            return True
 
-        try:
-            self.retry.run(attempt)
-        except (StoreTransientError, UploadGoneError) as error:
-            # An earlier try may have completed it with its answer lost; then the store has forgotten the upload.
-            if self.holds(len(self.data), crc64):
-                return
-            if isinstance(error, UploadGoneError):
-                text = f"{error} (its completion was tried {error.attempts} times)"
-                raise StoreTransientError(
-                    text, uri=error.uri, key=error.key, attempts=error.attempts
-                ) from error
-            raise
+        complete(self.retry, attempt, lambda: self.holds(len(self.data), crc64) or None)
 
     def _abort(self, upload_id: str) -> None:
-        def attempt() -> None:
-            with self.session.errors(self.key):
-                self.session.client.abort_multipart_upload(
-                    Bucket=self.session.bucket, Key=self.key, UploadId=upload_id
-                )
+        abort_failed(self.retry, partial(abort_upload, self.session, self.key, upload_id), self.key)
 
-        try:
-            self.retry.run(attempt)
-        except UploadGoneError:
-            _log.debug("the upload of %s is gone already", self.key)
-        except StoreError as error:
-            # The failure that led here is the one to be told.
-            _log.warning(
-                "an unfinished upload stays behind until abort_uploads, as its abort failed: %s", error
-            )
+
+def abort_upload(session: S3Session, key: str, upload_id: str) -> None:
+    """Forget a multipart upload and its parts, not retried. :class:`UploadGoneError` if there is none."""
+    with session.errors(key):
+        session.client.abort_multipart_upload(Bucket=session.bucket, Key=key, UploadId=upload_id)

@@ -122,10 +122,12 @@ class ObjectStoreTests(KeyTests):
                 time.sleep(draw.uniform(0.05, 0.9) * usual)
                 child.kill()
                 cut += child.answer() is None
+            # The server may still be at work on the last request of the killed process, and the object appear between two looks.
+            before = keys(store_spec.open(), "torn/")
             found = self.raw_get(store_spec, key)
-            listed = keys(store_spec.open(), "torn/")
+            after = keys(store_spec.open(), "torn/")
             assert found is None or found == random.Random(attempt).randbytes(self.torn_size)
-            assert (key in listed) == (found is not None)
+            assert (key in before) <= (found is not None) <= (key in after)
             if cut >= 2:
                 return
         assert cut, f"no kill met a put of {self.torn_size} bytes: raise torn_size"

@@ -56,10 +56,10 @@ from objckpt.reader import checkpoint_of, fill
 from objckpt.retention import find, line, no_such_step, retain
 from objckpt.saves import Checkpoint, Saves
 from objckpt.spool import Spool, choose, roots, unhashed
-from objckpt.staging import Stager, digest, estimate, rank_name
+from objckpt.staging import Stager, digest, estimate, names_of
 from objckpt.state import TensorSpec, capture, prepare
 from objckpt.store import open_store
-from objckpt.world import current
+from objckpt.world import Rule, current
 
 log = logging.getLogger(__name__)
 
@@ -335,9 +335,12 @@ class Checkpointer:
 
     def _agree(self, problem: BaseException | None, *, done: bool = True) -> bool:
         """Raise on every rank the first problem that a rank has. Returns whether all are ``done``."""
+        return bool(self._decide({"problem": describe(problem), "done": done}, all_done, problem))
+
+    def _decide(self, told: JSON, rule: Rule, problem: BaseException | None) -> Any:
+        """What the ranks decide by ``rule``. A rank that has a ``problem`` of the kind told raises its own, whole."""
         try:
-            told: JSON = {"problem": describe(problem), "done": done}
-            return bool(self._world.decide(told, all_done, self._config.agree_timeout))
+            return self._world.decide(told, rule, self._config.agree_timeout)
         except ObjckptError as error:
             if problem is not None and _is_of(type(error), problem):
                 raise problem from error
@@ -349,15 +352,10 @@ class Checkpointer:
             contents = self._run.contents(entry)
             index, records = contents.index, contents.records
             own = records[self._world.rank] if index.world_size == self._world.size else None
-            names, specs = {}, {}
             pieces = stored(records)
-            prefix = rank_name(self._world.rank, "")
-            for stored_name, found in pieces.items():
-                name = stored_name.removeprefix(prefix)
-                if name.startswith("rank-"):
-                    continue  # another rank's own: a shared name never begins so
-                names[name] = stored_name
-                specs[name] = TensorSpec(found[0][0].dtype, found[0][0].global_shape)
+            names = names_of(self._world.rank, pieces)
+            first = {name: pieces[stored_name][0][0] for name, stored_name in names.items()}
+            specs = {name: TensorSpec(piece.dtype, piece.global_shape) for name, piece in first.items()}
             restoration = prepare(
                 state,
                 records[0].values,
@@ -442,16 +440,7 @@ class Checkpointer:
             "failures": self._saves.failures,
             "fenced": self._saves.fenced,
         }
-        try:
-            decided = self._world.decide(
-                told,
-                partial(admit, self._last_step, self._config.max_failed_saves),
-                self._config.agree_timeout,
-            )
-        except ObjckptError as error:
-            if problem is not None and _is_of(type(error), problem):
-                raise problem from error
-            raise
+        decided = self._decide(told, partial(admit, self._last_step, self._config.max_failed_saves), problem)
         if not decided["stage"] or slot is None:
             return self._skipped(step)
         created_at, nbytes = decided["created_at"], decided["nbytes"]

@@ -8,7 +8,7 @@ Called by ``checkpointer``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,14 @@ from objckpt.state import Leaf, PerRank
 def rank_name(rank: int, name: str) -> str:
     """The name under which a tensor that is one rank's own is stored."""
     return f"rank-{rank:05d}/{name}"
+
+
+def names_of(rank: int, stored: Iterable[str]) -> dict[str, str]:
+    """What ``rank`` restores of the ``stored`` names: those that all ranks share, and its own. The stored name by that in its state."""
+    own = rank_name(rank, "")
+    names = {name.removeprefix(own): name for name in stored}
+    # What is left is another rank's own: a shared name never begins so.
+    return {name: stored_name for name, stored_name in names.items() if not name.startswith("rank-")}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

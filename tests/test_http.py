@@ -8,13 +8,12 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import gc
-import threading
 import time
 import traceback
 import warnings
 
 import pytest
-from awscrt.checksums import crc64nvme
+from s3_stores import ABSENT, BIG, CRC, DATA, KEY, SIZE, one_reader_of_boto3s_files, partial, store_at  # noqa: F401 # the fixture is for all tests here
 from scripted_http import HangUpError, ScriptedServer, drop, error_body, hang, refuse, reply, self_signed
 
 from objckpt.errors import (
@@ -26,54 +25,21 @@ from objckpt.errors import (
     StoreTransientError,
 )
 from objckpt.store.retry import RetryPolicy
-from objckpt.store.s3 import S3Store
-from objckpt.store.s3_options import SMALLEST_PART, S3Options
 
 SECRET = "s3cr3t-of-the-test"
 TOKEN = "t0k3n-of-the-test"
-KEY = "/bucket/run/k"
-DATA = bytes(range(256)) * 40
-SIZE = len(DATA)
-BIG = bytes(SMALLEST_PART) + b"tail"
-CRC = base64.b64encode(crc64nvme(DATA).to_bytes(8, "big")).decode()
-BIG_CRC = base64.b64encode(crc64nvme(BIG).to_bytes(8, "big")).decode()
-ABSENT = refuse(404, "NoSuchKey")
-CREATED = reply(
-    200, b"<InitiateMultipartUploadResult><UploadId>u/1</UploadId></InitiateMultipartUploadResult>"
-)
-COMPLETED = reply(
-    200,
-    b"<CompleteMultipartUploadResult><Key>run/k</Key><ETag>x</ETag></CompleteMultipartUploadResult>",
-)
 ONCE = RetryPolicy(deadline=1e-9)
 
 
 def open_at(server, *, retry=None, **options):
-    storage_options = {
-        "key": "key-id",
-        "secret": SECRET,
-        "endpoint_url": server.url,
-        "part_size": SMALLEST_PART,
-    }
-    store = S3Store("s3://bucket/run", S3Options.from_storage_options({**storage_options, **options}))
-    store._retry = retry or RetryPolicy(
-        deadline=options.get("deadline", 20), first_wait=0.001, longest_wait=0.01
-    )
+    store = store_at(server, **{"secret": SECRET, **options})
+    store._retry = retry or store._retry
     return store
 
 
 def read(store, size=SIZE, offset=0):
     into = bytearray(size)
     return bytes(into[: store.read("k", memoryview(into), offset)])
-
-
-def partial(body, first, size, **rest):
-    return reply(206, body, Content_Range=f"bytes {first}-{first + len(body) - 1}/{size}", **rest)
-
-
-def found(crc=CRC, size=SIZE):
-    rest = {} if crc is None else {"x_amz_checksum_crc64nvme": crc}
-    return reply(200, b"", length=size, Last_Modified="Tue, 01 Dec 2026 00:00:00 GMT", **rest)
 
 
 # --- sending
@@ -335,170 +301,6 @@ def test_keys_that_were_not_deleted_are_told_and_busy_ones_tried_again():
     assert b"run/b" not in body
     assert "content-md5" in headers
     assert not [name for name in headers if name.startswith(("x-amz-checksum", "x-amz-sdk"))]
-
-
-# --- create
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([reply(200)], True),
-        ([refuse(412, "PreconditionFailed"), partial(DATA, 0, SIZE)], True),
-        ([refuse(412, "PreconditionFailed"), partial(DATA[:-1] + b"!", 0, SIZE)], False),
-        ([refuse(412, "PreconditionFailed"), partial(DATA[:-1], 0, SIZE - 1)], False),
-        ([refuse(412, "PreconditionFailed"), partial(DATA + b"!", 0, SIZE + 1)], False),
-        ([refuse(412, "PreconditionFailed"), ABSENT, reply(200)], True),
-        ([refuse(409, "ConditionalRequestConflict"), ABSENT, reply(200)], True),
-        ([refuse(409, "ConditionalRequestConflict"), partial(b"other", 0, 5)], False),
-        ([drop, partial(DATA, 0, SIZE)], True),
-        ([drop, partial(b"other", 0, 5)], False),
-        ([drop, ABSENT, reply(200)], True),
-        # The connection of the 404 is pooled, so the next PUT is sent twice.
-        ([drop, ABSENT, drop, drop, partial(DATA, 0, SIZE)], True),
-        ([drop, drop, refuse(412, "PreconditionFailed"), partial(DATA, 0, SIZE)], True),
-        ([refuse(500, "InternalError"), partial(DATA, 0, SIZE)], True),
-        ([refuse(503, "SlowDown"), reply(200)], True),
-    ],
-)
-def test_create_finds_out_what_became_of_it(steps, expected):
-    with ScriptedServer(*steps) as server:
-        assert open_at(server).create("k", DATA) is expected
-    puts = [
-        (target, headers.get("if-none-match"))
-        for method, target, headers, _ in server.asked
-        if method == "PUT"
-    ]
-    assert set(puts) == {(KEY, "*")}
-
-
-def test_create_says_unknown_when_the_read_back_fails_too():
-    with ScriptedServer(then=drop) as server, pytest.raises(CommitUnknownError, match="'k'"):
-        open_at(server, deadline=0.3).create("k", DATA)
-    assert {"PUT", "GET"} == set(server.methods())
-
-
-@pytest.mark.parametrize(("status", "code"), [(403, "ExpiredToken"), (404, "NoSuchBucket")])
-def test_create_says_unknown_when_a_lost_answer_is_followed_by_a_refusal(status, code):
-    with (
-        ScriptedServer(drop, refuse(status, code)) as server,
-        pytest.raises(CommitUnknownError, match=r"ExpiredToken|no bucket"),
-    ):
-        open_at(server).create("k", DATA)
-
-
-@pytest.mark.parametrize("step", [refuse(503, "SlowDown"), None], ids=["throttled", "unreachable"])
-def test_create_that_had_no_effect_for_certain_is_no_unknown(step):
-    with ScriptedServer(then=step) as server:
-        url = server.url if step else "http://127.0.0.1:9"
-        with pytest.raises(StoreTransientError, match=url):
-            open_at(server, endpoint_url=url, deadline=0.3).create("k", DATA)
-
-
-def test_create_is_one_plain_put_at_any_size():
-    with ScriptedServer(reply(200)) as server:
-        assert open_at(server).create("k", bytes(3 * SMALLEST_PART)) is True
-
-
-# --- multipart
-
-
-def test_an_error_inside_a_200_of_the_completion_is_tried_again():
-    failed = reply(200, error_body("InternalError", "try again"))
-    with ScriptedServer(CREATED, reply(200), reply(200), failed, failed, COMPLETED) as server:
-        open_at(server).put("k", BIG, crc64=crc64nvme(BIG))
-    *_, (_, target, headers, body) = server.asked
-    assert target == f"{KEY}?uploadId=u%2F1"
-    assert headers["x-amz-checksum-crc64nvme"] == BIG_CRC
-    assert headers["x-amz-checksum-type"] == "FULL_OBJECT"
-    assert body.count(b"<Part>") == 2
-
-
-def test_a_refusal_inside_a_200_of_the_completion_is_final():
-    failed = reply(200, error_body("AccessDenied"))
-    with (
-        ScriptedServer(CREATED, reply(200), reply(200), failed, reply(204)) as server,
-        pytest.raises(StorePermissionError),
-    ):
-        open_at(server).put("k", BIG)
-    assert server.methods()[-1] == "DELETE"
-
-
-GONE = refuse(404, "NoSuchUpload")
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [drop, COMPLETED],
-        [drop, GONE, found(BIG_CRC, len(BIG))],
-        [drop, GONE, found(None, len(BIG)), partial(BIG, 0, len(BIG))],
-    ],
-    ids=["still there", "checksum kept", "no checksum kept"],
-)
-def test_a_lost_answer_of_the_completion_is_found_out(steps):
-    with ScriptedServer(CREATED, reply(200), reply(200), *steps) as server:
-        open_at(server).put("k", BIG)
-    heads = [headers for method, _, headers, _ in server.asked if method == "HEAD"]
-    assert all(headers["x-amz-checksum-mode"] == "ENABLED" for headers in heads)
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [found(CRC, len(BIG))],
-        [found(BIG_CRC, len(BIG) - 1)],
-        [found(None, len(BIG)), partial(BIG[:-1] + b"!", 0, len(BIG))],
-        [reply(404), ABSENT],
-    ],
-    ids=["other checksum", "other size", "other bytes", "absent"],
-)
-def test_an_upload_that_vanished_is_no_success(steps):
-    with (
-        ScriptedServer(CREATED, reply(200), reply(200), drop, GONE, *steps, GONE) as server,
-        pytest.raises(StoreTransientError, match="put it again"),
-    ):
-        open_at(server).put("k", BIG)
-
-
-def test_an_upload_is_aborted_after_its_last_part_ended():
-    both, aborted = threading.Barrier(2), threading.Event()
-    aborted_too_early = []
-
-    def part(asked):
-        asked.body()
-        both.wait()
-        if "partNumber=2" in asked.target:
-            asked.answer(403, error_body("AccessDenied"))
-        else:
-            aborted_too_early.append(aborted.wait(0.3))
-            asked.answer(200)
-
-    def abort(asked):
-        aborted.set()
-        asked.answer(204)
-
-    with ScriptedServer(CREATED, part, part, abort) as server, pytest.raises(StorePermissionError):
-        open_at(server).put("k", BIG)
-    assert aborted_too_early == [False]
-
-
-def test_connections_of_an_upload_are_limited():
-    running, most = [], []
-    lock = threading.Lock()
-
-    def part(asked):
-        with lock:
-            running.append(1)
-            most.append(len(running))
-        asked.body()
-        with lock:
-            running.pop()
-        asked.answer(200)
-
-    with ScriptedServer(CREATED, *[part] * 6, COMPLETED) as server:
-        open_at(server, connections=2).put("k", bytes(6 * SMALLEST_PART))
-    assert max(most) <= 2
 
 
 # --- TLS, credentials, secrets

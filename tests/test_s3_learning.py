@@ -15,7 +15,7 @@ import threading
 
 import pytest
 from awscrt.checksums import crc64nvme
-from s3_stores import amazon_at, one_reader_of_boto3s_files, store_at  # noqa: F401 # the fixture is for all tests here
+from s3_stores import ABSENT, COMPLETED, CREATED, amazon_at, one_reader_of_boto3s_files, store_at  # noqa: F401 # the fixture is for all tests here
 from scripted_http import ScriptedServer, error_body, refuse, reply
 
 from objckpt.errors import (
@@ -33,9 +33,6 @@ SIZE = len(DATA)
 BIG = bytes(SMALLEST_PART) + b"tail"
 PARTS = (BIG[:SMALLEST_PART], BIG[SMALLEST_PART:])
 LISTED = reply(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
-CREATED = reply(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
-COMPLETED = reply(200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>")
-ABSENT = refuse(404, "NoSuchKey")
 DATE = "Tue, 01 Dec 2026 00:00:00 GMT"
 
 

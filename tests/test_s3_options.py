@@ -7,7 +7,7 @@ import contextlib
 
 import boto3
 import pytest
-from s3_stores import one_reader_of_boto3s_files, store_at  # noqa: F401 # the fixture is for all tests here
+from s3_stores import COMPLETED, CREATED, one_reader_of_boto3s_files, store_at  # noqa: F401 # the fixture is for all tests here
 from scripted_http import ScriptedServer, reply
 
 from objckpt.errors import ConfigError, StorePermissionError
@@ -37,8 +37,6 @@ ALL_HEADERS = {"x-amz-request-payer": "requester", "x-amz-expected-bucket-owner"
 DATA = bytes(range(256))
 LISTED = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 UPLOADS = b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
-CREATED = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
-COMPLETED = b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
 DATE = "Tue, 01 Dec 2026 00:00:00 GMT"
 
 
@@ -56,10 +54,10 @@ def use_every_verb(store):
 STEPS = {
     "PUT": reply(200),
     "create": reply(200),
-    "begin": reply(200, CREATED),
+    "begin": CREATED,
     "part 1": reply(200),
     "part 2": reply(200),
-    "complete": reply(200, COMPLETED),
+    "complete": COMPLETED,
     "GET": reply(206, DATA, Content_Range="bytes 0-255/256"),
     "HEAD": reply(200, length=256, Last_Modified=DATE),
     "list": reply(200, LISTED),

@@ -14,6 +14,7 @@ import difflib
 import inspect
 import io
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from adlfs import AzureBlobFileSystem
@@ -206,7 +207,7 @@ class AzureStore:
             self._do(batch[0][0], together)
 
         for at in range(0, len(blobs), _CONNECTIONS):
-            self._retry.run(lambda at=at: remove(at))  # type: ignore[misc] # mypy cannot infer a lambda with a default
+            self._retry.run(partial(remove, at))
 
     def abort_uploads(self, prefix: str, older_than: float) -> int:  # noqa: ARG002 # the seam's verb
         """0, though it asks the container: Azure itself removes blocks that were never committed, after a week."""

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from job_two_ranks import STEPS_TO_NOTICE
 
 import objckpt
 from objckpt.commit import Run
@@ -157,7 +158,7 @@ def test_a_notice_to_one_rank_saves_at_the_same_step_on_all_and_ends_with_75(lau
     assert launches.start(tmp_path / "cache", JOB_BREAK="notice").wait(100) == 0, launches.output(1)
     saved = [[e["saved"] for e in launches.events(1, rank) if "saved" in e] for rank in (0, 1)]
     assert saved[0] == saved[1]
-    assert saved[0][-1] < 10, "before the end"
+    assert saved[0][-1] < STEPS_TO_NOTICE, "before the end"
     assert objckpt.open(launches.uri, **launches.options).latest().step == saved[0][-1]
     for rank in (0, 1):
         assert next(e["exit_code"] for e in launches.events(1, rank) if "exit_code" in e) == 75

@@ -87,6 +87,16 @@ def test_create_says_unknown_when_a_lost_answer_is_followed_by_a_refusal(status,
         store_at(server).create("k", DATA)
 
 
+def test_a_lost_answer_is_not_forgotten_by_a_later_try_that_had_one():
+    with (
+        ScriptedServer(
+            drop, ABSENT, refuse(412, "PreconditionFailed"), ABSENT, refuse(403, "AccessDenied")
+        ) as server,
+        pytest.raises(CommitUnknownError, match="AccessDenied"),
+    ):
+        store_at(server).create("k", DATA)
+
+
 @pytest.mark.parametrize("step", [refuse(503, "SlowDown"), None], ids=["throttled", "unreachable"])
 def test_create_that_had_no_effect_for_certain_is_no_unknown(step):
     with ScriptedServer(then=step) as server:

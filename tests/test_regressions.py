@@ -401,8 +401,9 @@ def test_any_error_of_a_state_dict_rises_and_the_same_step_can_be_saved_again(op
         def load_state_dict(self, state):
             pass
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as raised:
         checkpointer.save(1, {**STATE, "broken": Broken()})
+    assert raised.traceback[-1].name == "state_dict", "where the user's code failed is told"
     assert checkpointer.save(1, STATE).result(timeout=30).step == 1
 
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from objckpt.errors import StateMismatchError
+from objckpt.staging import names_of, rank_name
 from objckpt.state import DTYPES, capture, prepare, tensor_memory
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -337,6 +338,15 @@ def test_keys_with_dots_and_of_other_types_give_names_of_their_own() -> None:
     stored.restore(anew)
     assert torch.equal(anew["a"]["b.c"], torch.zeros(1))
     assert torch.equal(anew["a"]["b"]["c"], torch.ones(1))
+
+
+def test_a_key_like_the_name_of_another_ranks_own_tensor_is_no_such_name() -> None:
+    tree = {"rank-00001/x": torch.ones(2), "a": {"rank-00001/x": torch.zeros(2)}}
+    names = set(Stored(capture(tree, rng=False)).blobs)
+    assert names == {"\\rank-00001/x", "a.rank-00001/x"}
+    own = {rank_name(rank, "y") for rank in range(3)}
+    assert names_of(0, names | own) == {name: name for name in names} | {"y": "rank-00000/y"}
+    assert names_of(2, names | own) == {name: name for name in names} | {"y": "rank-00002/y"}
 
 
 def test_a_module_that_stores_more_than_its_tensors_is_refused() -> None:

@@ -13,12 +13,13 @@ import threading
 import time
 
 import pytest
+from protocol import ALL
 
 from objckpt import commit, saves
 from objckpt.commit import Run
 from objckpt.config import Config
 from objckpt.errors import SpoolError
-from objckpt.manifest import Policy, Rank, RankRecord, Save, Step, data_key
+from objckpt.manifest import Rank, RankRecord, Save, Step, data_key
 from objckpt.plan import reads, stored
 from objckpt.retention import retain
 from objckpt.saves import Checkpoint, Saves
@@ -155,8 +156,8 @@ class _Saves(Saves):
 class ThreadRank:
     """One rank. ``make_store`` gives the store to each new process of its uploader; ``buried`` is called when one has crashed."""
 
-    def __init__(self, number, make_store, buried=lambda: None):
-        self.number, self.store, self.buried = Rank(number), make_store, buried
+    def __init__(self, number, make_store):
+        self.number, self.store, self.buried = Rank(number), make_store, lambda: None
         self.alive = True
         self.crashes = 0
         self.saves = None
@@ -184,9 +185,9 @@ class Job:
     ``store`` is what rank 0's trainer starts with.
     """
 
-    def __init__(self, stores, cache, *, keep=None, launch="job", buried=lambda: None):
-        self.cache, self.keep, self.launch = cache, keep, launch
-        self.ranks = {n: ThreadRank(n, stores[n], buried) for n in RANKS}
+    def __init__(self, stores, cache, *, policy=ALL, launch="job"):
+        self.cache, self.policy, self.launch = cache, policy, launch
+        self.ranks = {n: ThreadRank(n, stores[n]) for n in RANKS}
         self.board = {}
         self.version = None
 
@@ -194,7 +195,6 @@ class Job:
         return Config(
             uri="dict://",
             cache=self.cache,
-            keep=self.keep,
             save_timeout=20.0,
             linger=20.0,
             adopt_timeout=5.0,
@@ -211,9 +211,7 @@ class Job:
                 self.left = rank.saves.adopted(20)
                 assert self.left is not None
         run.prove()
-        self.version = run.start(
-            launch=self.launch, world_size=2, policy=Policy(self.keep, 0), rollback=rollback
-        )
+        self.version = run.start(launch=self.launch, world_size=2, policy=self.policy, rollback=rollback)
         for rank in self.ranks.values():
             if rank.saves is None:
                 self._open(rank, self.version.run)

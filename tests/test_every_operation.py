@@ -7,7 +7,9 @@ newest version reaches.
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from functools import partial
 
 import pytest
@@ -25,7 +27,7 @@ from objckpt.commit import Run
 from objckpt.errors import CorruptCheckpointError, ObjckptError, StorePermissionError
 from objckpt.manifest import FORMAT_VERSION, Save, Step, index_key, save_of, version_key
 from objckpt.retention import abort_uploads, reached, retain, survey, sweep
-from objckpt.testing.faults import At, Crashed, Fault, FaultyStore, Nth, Rule, applies
+from objckpt.testing.faults import At, Crashed, Fault, FaultyStore, Nth, Rule, applies, faulty_spool
 from objckpt.testing.worlds import DictStore
 
 DAY = 86_400.0
@@ -317,8 +319,12 @@ def test_every_call_of_a_start_that_rolls_forward_with_every_fault(tmp_path, kin
     assert problems(cases) == {}
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.TRUNCATE])
-def test_every_read_of_a_restore_that_brings_other_bytes_gives_an_error_or_the_right_ones(tmp_path, fault):
+def test_every_read_of_a_restore_that_brings_other_bytes_gives_an_error_or_the_right_ones(
+    tmp_path, fault, times
+):
+    """Once, it may be mended by another read; three times in a row, it is told."""
     inner = Ticking()
     story = Story(inner, tmp_path, "first")
     story.start()
@@ -330,10 +336,103 @@ def test_every_read_of_a_restore_that_brings_other_bytes_gives_an_error_or_the_r
     assert reads >= 1 + 1 + 2 + 4
     told = 0
     for nth, bit in itertools.product(range(1, reads + 1), range(20)):
-        faulty = FaultyStore(inner, [Rule(fault, Nth(nth), bit=bit)])
+        faulty = FaultyStore(inner, [Rule(fault, Nth(nth, times), bit=bit)])
         try:
             assert restored(faulty) == (story.attempted, tensors(story.attempted)), f"read {nth}, bit {bit}"
         except CorruptCheckpointError:
             told += 1
-        assert len(faulty.injector.hits) == 1
-    assert told
+        assert faulty.injector.hits
+    assert times == 1 or told
+
+
+# ------------------------------------------------------------------ the spool
+
+
+def no_space():
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+#: As above; after a crash: whether the rest of the job lives on, as far as it can without the process that is gone.
+SYSTEM_KINDS = {
+    "fails": (Fault.FAIL_BEFORE, None, None),
+    "has no space": (Fault.FAIL_BEFORE, no_space, None),
+    "fails after": (Fault.FAIL_AFTER, None, None),
+    "is torn": (Fault.TEAR, no_space, None),
+    "is cut short": (Fault.TRUNCATE, None, None),
+    "flips a bit": (Fault.FLIP, None, None),
+    **{
+        f"crashes {when}, {gone} gone": (fault, error, gone)
+        for when, fault, error in (
+            ("before", Fault.CRASH_BEFORE, None),
+            ("after", Fault.CRASH_AFTER, None),
+            ("in the middle", Fault.TEAR, Crashed),
+        )
+        for gone in ("process", "job")
+    },
+}
+
+
+def recorded_system(cache, scenario):
+    """The spools' system calls of the last save, each with its number."""
+    with faulty_spool() as injector:
+        story = Story(Ticking(), cache, scenario)
+        story.before()
+        seen = len(injector.calls)
+        assert story.save(story.steps[-1]) is None
+        calls = list(enumerate(injector.calls, 1))[seen:]
+        story.goes_on()
+    return calls
+
+
+def play_system(cache, scenario, kind, number):
+    """One save with a fault of the system below a spool, and what follows."""
+    fault, error, gone = SYSTEM_KINDS[kind]
+    with faulty_spool([Rule(fault, At(number), error=error, bit=number)]) as injector:
+        story = Story(Ticking(), cache, scenario)
+
+        def buried():
+            """An uploader has crashed."""
+            if gone == "job":
+                for rank in story.job.ranks.values():
+                    rank.alive = False
+            injector.crashed = False
+
+        for rank in story.job.ranks.values():
+            rank.buried = buried
+        story.before()
+        try:
+            story.save(story.steps[-1])
+        except Crashed:  # the trainer's; its uploader finishes what was journalled, unless it crashes with it
+            injector.crashed = gone == "job"
+            story.job.end()
+            injector.crashed = False
+        save = story.attempted
+        allowed = {*story.expected, save}
+        assert [n for n, _ in injector.hits] == [number], "the fault was not met"
+        latest = story.latest()
+        assert latest in allowed
+        assert latest == save or not story.job.told(save), "a rank was told that it is committed"
+        if not all(rank.alive for rank in story.job.ranks.values()):
+            uploaders = sum(rank.crashes for rank in story.job.ranks.values())
+            journalled = all(save in rank.futures for rank in story.job.ranks.values())
+            story.restart()
+            latest = story.latest()
+            assert latest in allowed
+            if uploaders and journalled:
+                assert latest == save, "it was in the slots of every rank"
+        elif gone == "process":
+            assert latest == save, "the uploader was started again"
+        story.goes_on()
+
+
+@pytest.mark.parametrize("kind", SYSTEM_KINDS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_system_call_of_the_spool_with_every_fault(tmp_path, scenario, kind):
+    calls = recorded_system(tmp_path / "clean", scenario)
+    cases = {
+        f"{call} ({number})": partial(play_system, tmp_path / str(number), scenario, kind, number)
+        for number, call in calls
+        if applies(SYSTEM_KINDS[kind][0], call.verb)
+    }
+    assert cases
+    assert problems(cases) == {}

@@ -6,6 +6,7 @@ The ranks save one after the other, rank 1 first, and each is at rest before the
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import shutil
 import socket
@@ -18,7 +19,7 @@ from protocol import ALL
 from objckpt import commit, saves
 from objckpt.commit import Run
 from objckpt.config import Config
-from objckpt.errors import SpoolError
+from objckpt.errors import ObjckptError, SpoolError
 from objckpt.manifest import Rank, RankRecord, Save, Step, data_key
 from objckpt.plan import reads, stored
 from objckpt.retention import retain
@@ -31,6 +32,7 @@ from objckpt.uploader import loop
 from objckpt.uploader.channel import Channel
 
 BLOCK = 1024
+log = logging.getLogger(__name__)
 RANKS = (1, 0)
 _process = threading.local()
 
@@ -110,14 +112,21 @@ class UploaderThread:
             loop.serve(self._end)
         except Crashed:
             self.rank.crashes += 1
-            for spool in self.opened:
-                spool.close()
+            self._lose_descriptors()
             self.rank.buried()
+        except (ObjckptError, OSError):  # what ends a process with a traceback
+            log.exception("the uploader of rank %d ended", self.rank.number)
+            self._lose_descriptors()
         finally:
             with self._told:
                 self._over = True
                 self._told.notify_all()
             self._end.close()
+
+    def _lose_descriptors(self):
+        for spool in self.opened:
+            if spool.directory >= 0:
+                spool.close()
 
     def rests(self, at_rest):
         with self._told:

@@ -220,11 +220,13 @@ class Injector:
         spoiled: Callable[[Fault, T, random.Random], T] | None = None,
         again: Callable[[], object] | None = None,
         unanswered: Callable[[BaseException], T] | None = None,
+        lost: Callable[[T], object] = lambda _: None,
     ) -> T:
         """Do what is done at ``call``: ``effect``, and what its fault has in its place, before or after it.
 
         ``torn`` has the effect by half; ``spoiled`` makes of an answer what a fault of reads does; ``again`` has the effect once more;
-        ``unanswered`` finds out what a lost answer was, given the error that told of the loss.
+        ``unanswered`` finds out what a lost answer was, given the error that told of the loss; ``lost`` does what the kernel does with an
+        answer that nobody has got.
         """
         rule, name = self._meet(call)
         if rule is None:
@@ -238,7 +240,7 @@ class Injector:
             case Fault.CRASH_BEFORE:
                 self._end()
             case Fault.CRASH_AFTER:
-                effect()
+                lost(effect())
                 self._end()
             case Fault.FLIP | Fault.TRUNCATE:
                 assert spoiled is not None
@@ -253,7 +255,7 @@ class Injector:
             case Fault.HANG:
                 self._sleep(self._hang)
             case Fault.FAIL_AFTER:
-                effect()
+                lost(effect())
                 if call.verb == "create" and rule.error is None:
                     error = CommitUnknownError(
                         f"faulty://: it is not known whether {call.keys[0]!r} was created"
@@ -449,8 +451,14 @@ class _Calls:
             return real
 
         def call(*arguments: Any, **keywords: Any) -> Any:
+            def lost(answer: Any) -> None:
+                if name in {"open", "memfd_create"}:
+                    os.close(answer)
+                elif name == "flock":
+                    fcntl.flock(arguments[0], fcntl.LOCK_UN)  # its descriptor goes with the process
+
             effect = partial(real, *arguments, **keywords)
-            return self._injector.perform(_system_call(name, arguments), effect)
+            return self._injector.perform(_system_call(name, arguments), effect, lost=lost)
 
         return call
 

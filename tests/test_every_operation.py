@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
+import uuid
 from functools import partial
 
 import pytest
@@ -23,12 +25,16 @@ from thread_job import (
     threads_for_processes,  # noqa: F401 # a fixture that holds here too
 )
 
+from objckpt import retention
 from objckpt.commit import Run
 from objckpt.errors import CorruptCheckpointError, ObjckptError, StorePermissionError
 from objckpt.manifest import FORMAT_VERSION, Save, Step, index_key, save_of, version_key
 from objckpt.retention import abort_uploads, reached, retain, survey, sweep
+from objckpt.store import open_store
 from objckpt.testing.faults import At, Crashed, Fault, FaultyStore, Nth, Rule, applies, faulty_spool
+from objckpt.testing.servers import FakeGCS
 from objckpt.testing.worlds import DictStore
+from objckpt.uploader import loop
 
 DAY = 86_400.0
 #: Steps that are saved, and how many checkpoints are kept. The faults are in the last save; 30 retires 20, deletes 10 and prunes.
@@ -433,9 +439,9 @@ def play_system(cache, scenario, kind, number):
 
 
 @pytest.mark.parametrize("kind", SYSTEM_KINDS)
-@pytest.mark.parametrize("when", ["start", "first", "retiring"])
+@pytest.mark.parametrize("when", ["start", "retiring"])
 def test_every_system_call_of_the_spool_with_every_fault(tmp_path, when, kind):
-    scenario = "first" if when == "start" else when
+    scenario = "first" if when == "start" else when  # its calls are those of a first save, and more
     of_start, of_save = recorded_system(tmp_path / "clean", scenario)
     calls = of_start if when == "start" else of_save
     assert {call.verb for _, call in calls} >= {"open", "fstat" if when != "start" else "posix_fallocate"}
@@ -446,3 +452,53 @@ def test_every_system_call_of_the_spool_with_every_fault(tmp_path, when, kind):
     }
     assert cases or when == "start"
     assert problems(cases) == {}
+
+
+# ------------------------------------------------------------------ real servers
+
+
+@pytest.fixture(scope="module")
+def fake_gcs():
+    with FakeGCS() as server:
+        yield server
+
+
+@pytest.mark.parametrize("server", ["weed", "fake_gcs"])
+def test_a_sample_of_calls_and_faults_over_a_real_server(request, tmp_path, monkeypatch, server):
+    """Drawn with a seed that a failure names."""
+    place = request.getfixturevalue(server)
+    # Nothing here gets old.
+    monkeypatch.setattr(loop, "reap", partial(retention.reap, grace=0.0))
+    monkeypatch.setattr(loop, "prune", partial(retention.prune, life=0.0))
+    monkeypatch.setattr(retention, "VERSION_LIFE", 0.0)
+    monkeypatch.setattr(retention, "LEFTOVER_LIFE", -3600.0)
+
+    def make():
+        scheme = "s3" if server == "weed" else "gs"
+        return open_store(f"{scheme}://{place.bucket}/{uuid.uuid4().hex}", **place.storage_options)
+
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    calls = recorded(make(), tmp_path / "clean", "retiring")
+    assert {"put", "create", "read", "list", "delete"} == {call.verb for _, _, call in calls}
+    every = [
+        (kind, rank, number, call, schedule)
+        for kind in KINDS
+        for rank, number, call in calls
+        if FORMAT_VERSION > 1 or kind not in {"flips a bit", "is cut short"}  # see MISREAD
+        if (schedule := rules(number, call, kind))
+    ]
+    cases = {
+        f"{call} ({number} of rank {rank}) {kind}": partial(
+            play,
+            make(),
+            tmp_path / f"{rank}-{number}-{kind}",
+            "retiring",
+            kind,
+            number=number,
+            rank=rank,
+            schedule=schedule,
+        )
+        for kind, rank, number, call, schedule in draw.sample(every, 16)
+    }
+    assert problems(cases) == {}, f"seed {seed}"

@@ -13,7 +13,7 @@ import pytest
 
 from objckpt.commit import Run
 from objckpt.errors import StoreTransientError
-from objckpt.manifest import Attempt, Policy, Rank, RankRecord, Save, Step, data_key, record_key
+from objckpt.manifest import Attempt, KeepLast, Policy, Rank, RankRecord, Save, Step, data_key, record_key
 from objckpt.retention import retain
 from objckpt.spool import Spool, root, slot_name, unhashed
 from objckpt.store import open_store, read_all
@@ -162,7 +162,9 @@ def run(store):
 
 
 def start(run, launch="a", world_size=1, keep=None):
-    return run.start(launch=launch, world_size=world_size, policy=Policy(keep, 0))
+    return run.start(
+        launch=launch, world_size=world_size, policy=Policy((KeepLast(keep),) if keep else (), 0)
+    )
 
 
 def committed(run):

@@ -59,6 +59,7 @@ _LOCK: Final = "lock"
 _LOG: Final = "uploader.log"
 _NEW: Final = ".new-"
 _PROGRESS: Final = "progress"
+_CRC_SIZE: Final = 17  # of the first line of a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ def hashed(journal: Journal, crc64: tuple[int, ...]) -> RankRecord:
     """The rank record, once the image's blocks are known."""
     (obj,) = journal.record.objects
     return replace(journal.record, objects=(replace(obj, crc64=crc64),))
+
+
+def _checksum(content: bytes) -> bytes:
+    """The first line of a journal: the CRC-64/NVME of all that follows."""
+    return b"%016x\n" % crc64nvme(content)
 
 
 class Spool:
@@ -216,18 +222,20 @@ class Spool:
 
     def _journal(self, name: str) -> Journal:
         data = self._read(name)
+        crc64, content = data[:_CRC_SIZE], data[_CRC_SIZE:]
+        if crc64 != _checksum(content):
+            raise CorruptCheckpointError(
+                f"{self.path}/{name} is damaged: its bytes have the CRC-64 {_checksum(content)!r}, not {crc64!r}"
+            )
         try:
-            head, _, body = data.partition(b"\n")
+            head, _, body = content.partition(b"\n")
             fields = json.loads(head)
             slot, attempt, step, rank = (int(fields[k]) for k in ("slot", "attempt", "step", "rank"))
-            crc64 = int(fields["crc64"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CorruptCheckpointError(f"{self.path}/{name} is no journal: {error!r}") from error
-        if crc64nvme(body) != crc64:
-            raise CorruptCheckpointError(
-                f"{self.path}/{name} is damaged: CRC-64 {crc64nvme(body):016x}, not {crc64:016x}"
-            )
         save = Save(Attempt(attempt), Step(step))
+        if name != f"save-{save}.json":
+            raise CorruptCheckpointError(f"{self.path}/{name} is the journal of save {save}")
         return Journal(slot, decode_record(body, save, Rank(rank)))
 
     def journal(self, save: Save) -> Journal:
@@ -242,9 +250,10 @@ class Spool:
             "attempt": record.save.attempt,
             "step": record.save.step,
             "rank": record.rank,
-            "crc64": crc64nvme(body),  # the values of the state lie in no other checked place
         }
-        self._write(f"save-{record.save}.json", json.dumps(head).encode() + b"\n" + body)
+        content = json.dumps(head).encode() + b"\n" + body
+        # Which slot it is and the values of the state lie in no other checked place.
+        self._write(f"save-{record.save}.json", _checksum(content) + content)
 
     def holds(self, save: Save) -> bool:
         """Whether the save's slot still has its image, and has had it so far: the journal goes before the slot is filled again."""

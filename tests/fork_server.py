@@ -20,7 +20,7 @@ class ForkServer:
     """Forks ranks. ``environment`` is the server's, and so what ``/proc`` shows of every rank of it."""
 
     def __init__(self, environment, log):
-        with open(log, "ab") as output:
+        with Path(log).open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
                 env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -109,7 +109,7 @@ def _serve():
 def _become(request):
     os.setsid()
     os.environ.update(request["environment"])
-    with open(request["output"], "ab") as output, open(os.devnull, "rb") as nothing:
+    with Path(request["output"]).open("ab") as output, Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -86,8 +87,7 @@ def reference(told, rank):
     for step in range(1, told["steps"] + 1):
         loss = training.step()
         lines.append([loss, training.digest() if step % told["interval"] == 0 else None])
-    with open(f"{told['log']}.{rank}", "w") as file:
-        json.dump(lines, file)
+    Path(f"{told['log']}.{rank}").write_text(json.dumps(lines))
 
 
 def train(told, rank):

@@ -107,7 +107,7 @@ class Launch:
     def read(self, rank):
         """All whole lines so far."""
         try:
-            with open(f"{self.log}.{rank}", "rb") as file:
+            with Path(f"{self.log}.{rank}").open("rb") as file:
                 file.seek(self._offsets[rank])
                 text = file.read()
         except FileNotFoundError:
@@ -126,7 +126,7 @@ class Launch:
 
 
 class Trial:
-    def __init__(self, seed, number, kills, weed, directory, forks, *, torchrun=False):
+    def __init__(self, seed, number, kills, *, weed, directory, forks, torchrun=False):
         self.name = f"seed {seed}, trial {number}{' under torchrun' if torchrun else ''}"
         self.chance = random.Random(f"{seed}/{number}/{torchrun}")
         self.wanted = kills
@@ -250,7 +250,7 @@ class Trial:
         self.launches.append(launch)
         if self.torchrun and not reference:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            with open(output, "wb") as file:
+            with output.open("wb") as file:
                 launch.launcher = subprocess.Popen(
                     [*command, str(len(RANKS)), kill_job.__file__],
                     env={**os.environ, **marks, "KILL_JOB": json.dumps(told), "OMP_NUM_THREADS": "1"},
@@ -367,9 +367,7 @@ class Trial:
     def on(self, process, number):
         """Whether an uploader works on that node: its spool lies there."""
         try:
-            files = [
-                os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")
-            ]
+            files = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
         except OSError:
             return False  # it ended meanwhile
         return any(file.startswith(self.nodes[number]) for file in files)
@@ -508,9 +506,9 @@ class Trial:
             wrong = defaultdict(list)
             for launch in self.launches:
                 restored = launch.one(rank, "resumed")
-                if restored and restored["resumed"]:
-                    if restored["digest"] != self.expected[rank][restored["resumed"] - 1][1]:
-                        wrong[launch.number].append(f"restored state of step {restored['resumed']}")
+                done = restored["resumed"] if restored else 0
+                if done and restored["digest"] != self.expected[rank][done - 1][1]:
+                    wrong[launch.number].append(f"restored state of step {done}")
                 wrong[launch.number] += [
                     f"loss of step {e['step']}"
                     for e in launch.read(rank)

@@ -24,6 +24,18 @@ from kills import Report, Trial
 from objckpt.testing.servers import SeaweedFS
 
 PER_TRIAL = 20
+COLUMNS = [
+    "report",
+    "kills",
+    "under torchrun",
+    "launches",
+    "committed",
+    "rolled forward",
+    "adopted",
+    "unheard",
+    "repeated steps",
+]
+COLUMNS += ["losses", "corrupt loads", "processes left", "orphans left"]
 
 
 def soak(seed, kills, *, report=None, torchrun=False, only=None, tell=print):
@@ -36,7 +48,8 @@ def soak(seed, kills, *, report=None, torchrun=False, only=None, tell=print):
             number = 0 if only is None else only
             while total.kills.total() < kills:
                 wanted = min(PER_TRIAL, kills - total.kills.total())
-                total.add(Trial(seed, number, wanted, weed, directory, forks, torchrun=torchrun).run())
+                world = {"weed": weed, "directory": directory, "forks": forks}
+                total.add(Trial(seed, number, wanted, torchrun=torchrun, **world).run())
                 tell(
                     f"{total.kills.total()} kills in {total.seconds:.0f} s, {total.committed} committed, {len(total.failures)} failures"
                 )
@@ -57,11 +70,7 @@ def soak(seed, kills, *, report=None, torchrun=False, only=None, tell=print):
 
 def table(reports):
     """Markdown: a row for each report, and their sum."""
-    rows = [
-        "| report | kills | under torchrun | launches | committed | rolled forward | adopted | unheard | repeated steps | losses "
-        "| corrupt loads | processes left | orphans left |",
-        "|---" * 13 + "|",
-    ]
+    rows = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     total = Report()
     for name, report in reports:
         total.add(report)

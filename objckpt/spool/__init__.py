@@ -44,6 +44,7 @@ __all__ = [
     "Spool",
     "choose",
     "clear_earlier_boots",
+    "clear_unused",
     "file_system",
     "hashed",
     "root",
@@ -109,9 +110,19 @@ class Spool:
     @classmethod
     def create(cls, where: Path) -> Spool:
         """A new spool, under a name that no scan looks at until its uploader holds the lock."""
-        path = where / f"{_NEW}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
-        return cls(path)
+        while True:
+            path = where / f"{_NEW}{secrets.token_hex(8)}"
+            path.mkdir(mode=0o700)
+            try:
+                spool = cls(path)
+            except SpoolError:
+                if path.exists():
+                    raise
+                continue
+            fcntl.flock(spool.directory, fcntl.LOCK_SH)  # says that somebody lives who means to use it
+            if path.exists():
+                return spool
+            spool.close()  # an adoption took it for what a dead process left, before we held it
 
     def make_slots(self, count: int, capacity: int, *, anywhere: bool = False) -> list[Slot]:
         """``count`` slots of ``capacity`` bytes: files of this spool or, if ``anywhere``, memory where the spool has no room.
@@ -396,6 +407,23 @@ def scan(where: Path) -> Iterator[Spool]:
                 yield Spool(path)
             except SpoolError:
                 log.debug("%s is gone", path)
+
+
+def clear_unused(where: Path) -> None:
+    """Remove the spools below ``where`` whose makers died before an uploader had taken them. Nothing lies in them."""
+    for path in where.glob(f"{_NEW}*"):
+        try:
+            spool = Spool(path)
+        except SpoolError:
+            continue  # taken meanwhile
+        try:
+            fcntl.flock(spool.directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            spool.close()
+        else:
+            # Their directory stays: others may be about to make theirs in it. One that was published just now has another name.
+            shutil.rmtree(path, ignore_errors=True)
+            spool.close()
 
 
 def clear_earlier_boots(where: Path) -> None:

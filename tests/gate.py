@@ -11,7 +11,9 @@ REQUEST = re.compile(rb"(PUT|POST|DELETE|GET|HEAD) (\S+) HTTP/1\.1\r\n")
 
 
 class Gate:
-    """``hold`` arms it with a pattern of ``METHOD path`` and how many bytes of such a request may pass; ``held`` tells that one waits."""
+    """``hold`` arms it with a pattern of ``METHOD path``, how many bytes of such a request may pass, and how many such requests before it;
+    ``held`` tells that one waits.
+    """
 
     def __init__(self, endpoint_url):
         target = urlsplit(endpoint_url)
@@ -19,11 +21,13 @@ class Gate:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._armed = None
+        self._skip = 0
         self.held = threading.Event()
         self._released = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def hold(self, pattern, passing=0):
+    def hold(self, pattern, passing=0, skip=0):
+        self._skip = skip
         self._armed = re.compile(pattern), passing
 
     def release(self):
@@ -52,14 +56,17 @@ class Gate:
 
     def _pass(self):
         """A look at all bytes of one connection."""
-        request, count = b"", 0
+        request, count = "", 0
 
         def look(data):
             nonlocal request, count
             if found := REQUEST.match(data):
-                request, count = b" ".join(found.groups()), 0
+                request, count = b" ".join(found.groups()).decode(), 0
+                if self._skip and self._armed and self._armed[0].match(request):
+                    self._skip -= 1
+                    request = ""
             count += len(data)
-            if self._armed and self._armed[0].match(request.decode()) and count > self._armed[1]:
+            if self._armed and self._armed[0].match(request) and count > self._armed[1]:
                 self.held.set()
                 self._released.wait()
 

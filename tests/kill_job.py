@@ -146,9 +146,10 @@ def _resolved(note, step, future):
 def main():
     told = json.loads(os.environ["KILL_JOB"])
     torch.set_num_threads(1)
-    if "rank" in told:
-        store = dist.FileStore(told["store"], RANKS)
-        dist.init_process_group("gloo", store=store, rank=told["rank"], world_size=RANKS)
+    if "meeting" in told:  # else the launcher holds the store, and the ranks do not outlive it
+        store = dist.FileStore(told["meeting"], RANKS)
+        rank = told["rank"] if "rank" in told else int(os.environ["RANK"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     else:
         dist.init_process_group("gloo")
     (reference if told.get("reference") else train)(told, dist.get_rank())

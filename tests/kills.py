@@ -133,7 +133,7 @@ class Trial:
         self.weed = weed
         self.forks = forks
         self.torchrun = torchrun
-        self.tag = f"{os.environ['KILL_TAG']}-{number}-{uuid.uuid4().hex[:6]}"
+        self.tag = f"trial-{number}-{uuid.uuid4().hex}"
         self.directory = directory / self.tag
         self.directory.mkdir()
         self.report = Report(trials=1)
@@ -180,8 +180,8 @@ class Trial:
         for path in Path("/proc").glob("[0-9]*"):
             pid = int(path.name)
             try:
-                if pid in forked:
-                    if (path / "cmdline").read_bytes():  # else it has ended, and nobody has asked how
+                if pid in forked and self.forks.ended(pid) is None:  # else its number may be another's
+                    if (path / "cmdline").read_bytes():  # else it has ended just now
                         found.append(Process(pid, TRAINER, *forked[pid]))
                     continue
                 environment = (path / "environ").read_bytes()
@@ -231,7 +231,8 @@ class Trial:
 
     # ---------------------------------------------------------- launches
 
-    def start(self, steps, *, reference=False):
+    def start(self, steps, *, reference=False, **said):
+        """Launch it; ``said`` is told to the job instead of what holds for the trial."""
         launch = Launch(len(self.launches) + 1, self.directory / f"launch-{len(self.launches) + 1}")
         told = {
             "uri": self.uri,
@@ -244,11 +245,12 @@ class Trial:
             "steps": steps,
             "log": str(launch.log),
             "reference": reference,
+            **said,
         }
         marks = {"KILL_LAUNCH": f"{self.tag}/{launch.number}", "LOCAL_WORLD_SIZE": str(len(RANKS))}
         output = self.directory / f"output-{launch.number}"
         self.launches.append(launch)
-        if self.torchrun and not reference:
+        if said.get("torchrun", self.torchrun) and not reference:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             with output.open("wb") as file:
                 launch.launcher = subprocess.Popen(
@@ -260,13 +262,20 @@ class Trial:
                     start_new_session=True,
                 )
             return launch
-        meeting = str(self.directory / f"meeting-{launch.number}")
         for rank in RANKS:
-            job = json.dumps({**told, "rank": rank, "store": meeting})
+            job = json.dumps(
+                {"meeting": str(self.directory / f"meeting-{launch.number}"), **told, "rank": rank}
+            )
             launch.pids[rank] = self.forks.fork(
                 {**marks, "KILL_JOB": job, "RANK": str(rank)}, f"{output}.{rank}"
             )
         return launch
+
+    def signal(self, launch, which):
+        """Send it to all processes of a launch."""
+        for process in self.processes():
+            if process.launch == launch.number:
+                os.kill(process.pid, which)
 
     def codes(self, launch):
         """Exit codes by rank (of the launcher, under torchrun); None while it runs."""

@@ -10,13 +10,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
-
-os.environ.setdefault("KILL_TAG", uuid.uuid4().hex)
 
 from fork_server import ForkServer
 from kills import Report, Trial
@@ -103,6 +101,7 @@ def main():
 
 
 def _run(said):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended then, too
     print(f"seed {said.seed}", flush=True)
     total = soak(
         said.seed,

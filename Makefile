@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 URI ?=
 STORE ?=
 
-.PHONY: demo test check stores terraform format clean help
+KILLS ?= 200
+
+.PHONY: demo test check soak stores terraform format clean help
 help:
 	@echo "make demo   train, kill, resume on a SeaweedFS that it starts (STORE=gcs: on a fake-gcs-server; URI=s3://... or gs://...: your own bucket)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, layers"
+	@echo "make soak   kill trainers, uploaders and nodes at random instants, KILLS=200 times (SEED=..., REPORT=file.json, TORCHRUN=1: under torchrun)"
 	@echo "make terraform  the tests of terraform/, checkov among them"
 	@echo "make stores the conformance suite over every store, and the table of it in README.md and docs/stores.md"
 	@echo "make format rewrite the code in the house style"
@@ -37,6 +40,9 @@ check: $(BIN)/.dev
 	@echo "== lint" && $(BIN)/ruff check .
 	@echo "== types" && $(BIN)/mypy
 	@echo "== layers" && $(BIN)/lint-imports --no-logo
+
+soak: $(BIN)/.dev
+	@$(BIN)/python tests/soak.py run --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT)) $(if $(TORCHRUN),--torchrun)
 
 .venv-checkov/.done:
 	@echo "== installing checkov into .venv-checkov (once; about a minute): what it needs clashes with the development tools"

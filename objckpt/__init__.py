@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StoreError,
         WorldError,
     )
+    from objckpt.manifest import KeepBest, KeepEvery, KeepFor, KeepLast
     from objckpt.reader import Reader
     from objckpt.saves import Checkpoint
     from objckpt.state import PerRank
@@ -38,6 +39,7 @@ _HOMES = {
     "PerRank": "state",
     "Reader": "reader",
     "Tuning": "config",
+    **dict.fromkeys(("KeepBest", "KeepEvery", "KeepFor", "KeepLast"), "manifest"),
     **dict.fromkeys(
         (
             "CheckpointNotFoundError",
@@ -66,6 +68,10 @@ __all__ = [
     "CorruptCheckpointError",
     "FencedError",
     "FormatVersionError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "KeepLast",
     "ObjckptError",
     "PerRank",
     "Reader",

@@ -19,6 +19,7 @@ import enum
 import logging
 import random
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from objckpt.errors import (
 )
 from objckpt.manifest import (
     GROUP_SIZE,
+    JSON,
     MANIFEST_PREFIX,
     Attempt,
     Entry,
@@ -84,6 +86,9 @@ Retain = Callable[[tuple[Entry, ...], Save, Policy], tuple[Entry, ...]]
 _READERS = 8
 #: Longest random wait, in seconds, of a rank that found all records before it commits: usually a peer has done it by then.
 _COMMIT_WAIT = 0.05
+#: Numbers of its metadata that an entry repeats: every version lists every entry.
+_METRICS = 64
+_LARGEST = sys.float_info.max
 
 
 class Outcome(enum.Enum):
@@ -136,14 +141,25 @@ class Run:
             if known is not None and number == known.number:
                 return known  # a number that is the highest keeps its content: only lower ones are pruned and freed
             try:
-                data = read_all(self.store, version_key(number), size)
+                self._latest = self.version(number, size)
             except StoreNotFoundError:
                 continue  # pruned between list and read, so there is a higher one
-            try:
-                self._latest = decode_version(data, number)
-            except CorruptCheckpointError as error:
-                raise type(error)(f"{self.store.uri}: {error}") from error
             return self._latest
+
+    def version(self, number: int, size: int | None = None) -> Version:
+        """Version ``number``, of ``size`` bytes if they are known. :class:`StoreNotFoundError` if it was pruned."""
+        return self._read(version_key(number), size, lambda data: decode_version(data, number))
+
+    def _read(self, key: str, size: int | None, decode: Callable[[bytes], T]) -> T:
+        """A record, decoded. One that does not verify is read once more: the damage may have come on the way."""
+        try:
+            return decode(read_all(self.store, key, size))
+        except CorruptCheckpointError as error:
+            log.warning("%s: %s Reading it once more", self.store.uri, error)
+        try:
+            return decode(read_all(self.store, key, size))
+        except CorruptCheckpointError as error:
+            raise type(error)(f"{self.store.uri}: {error}") from error
 
     def _highest(self, known: int = 0) -> int | None:
         found = self._newest_key(known)
@@ -167,42 +183,43 @@ class Run:
 
     def index(self, entry: Entry) -> Index:
         """The index of a listed checkpoint, verified."""
-        return decode_index(self._referenced(entry.index), entry.save)
+        return self._referenced(entry.index, lambda data: decode_index(data, entry.save))
 
     def contents(self, entry: Entry) -> Contents:
         """Index and rank records of a listed checkpoint, each verified against what names it."""
         index = self.index(entry)
-        records = tuple(
-            r for batch in self._each(self._read_records, index.records, entry.save) for r in batch
-        )
+        records = tuple(r for batch in self._each(self.records, index.records, entry.save) for r in batch)
         if [r.rank for r in records] != list(range(index.world_size)):
             raise CorruptCheckpointError(
                 f"{entry.index.key}: its records are not those of {index.world_size} ranks"
             )
         return Contents(index, records)
 
-    def _referenced(self, ref: Reference) -> bytes:
+    def _referenced(self, ref: Reference, decode: Callable[[bytes], T]) -> T:
+        def checked(data: bytes) -> T:
+            found = _refer(ref.key, data)
+            if found != ref:
+                raise CorruptCheckpointError(
+                    f"{ref.key} is damaged: {found.size} bytes with CRC-64 {found.crc64:016x}, not {ref.size} with {ref.crc64:016x}. "
+                    f"Nothing of it was used."
+                )
+            return decode(data)
+
         try:
-            data = read_all(self.store, ref.key, ref.size)
+            return self._read(ref.key, ref.size, checked)
         except StoreNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{self.store.uri}/{ref.key} is missing though a checkpoint names it: somebody deleted it."
             ) from error
-        if len(data) != ref.size or crc64nvme(data) != ref.crc64:
-            raise CorruptCheckpointError(
-                f"{self.store.uri}/{ref.key} is damaged: {len(data)} bytes with CRC-64 {crc64nvme(data):016x}, not {ref.size} "
-                f"with {ref.crc64:016x}. Nothing of it was used."
-            )
-        return data
 
-    def _read_records(self, ref: Reference, save: Save) -> tuple[RankRecord, ...]:
-        data = self._referenced(ref)
+    def records(self, ref: Reference, save: Save) -> tuple[RankRecord, ...]:
+        """The rank records behind one reference of an index, verified: one, or those of a group."""
         group = group_of(ref.key)
         if group is not None:
-            return decode_group(data, save, group).records
+            return self._referenced(ref, lambda data: decode_group(data, save, group).records)
         rank = rank_of(ref.key)
         assert rank is not None  # decode_index has checked the keys
-        return (decode_record(data, save, rank),)
+        return self._referenced(ref, lambda data: (decode_record(data, save, rank),))
 
     @staticmethod
     def _each(read: Callable[[T, Save], R], items: Sequence[T], save: Save) -> list[R]:
@@ -380,7 +397,7 @@ class Run:
                 f"{self.store.uri}/{index_key(save)} exists with other content than its records give: two writers share attempt "
                 f"{save.attempt}. Nothing was committed."
             )
-        reference = Reference(index_key(save), len(data), crc64nvme(data))
+        reference, metrics = _refer(index_key(save), data), _metrics(index.metadata)
         while True:
             now, outcome = self.settled(save)
             if outcome is not None:
@@ -388,7 +405,14 @@ class Run:
             if any(now.entry(base) is None for base in index.bases):
                 return Outcome.REFUSED
             entry = Entry(
-                save, now.head, index.world_size, index.nbytes, index.created_at, reference, index.bases
+                save,
+                now.head,
+                index.world_size,
+                index.nbytes,
+                index.created_at,
+                reference,
+                index.bases,
+                metrics=metrics,
             )
             version = replace(
                 now,
@@ -421,9 +445,10 @@ class Run:
             return None
 
         def read(group: int, save: Save) -> tuple[Reference, tuple[RankRecord, ...]]:
-            data = read_all(self.store, group_key(save, group))
-            records = decode_group(data, save, group).records
-            return Reference(group_key(save, group), len(data), crc64nvme(data)), records
+            key = group_key(save, group)
+            return self._read(
+                key, None, lambda data: (_refer(key, data), decode_group(data, save, group).records)
+            )
 
         try:
             parts = self._each(read, range(count), save)
@@ -441,13 +466,63 @@ class Run:
 
         def read(rank: int, save: Save) -> tuple[Reference, RankRecord]:
             key = record_key(save, Rank(rank))
-            data = read_all(self.store, key, sizes[Rank(rank)])
-            return Reference(key, len(data), crc64nvme(data)), decode_record(data, save, Rank(rank))
+            size = sizes[Rank(rank)]
+            return self._read(
+                key, size, lambda data: (_refer(key, data), decode_record(data, save, Rank(rank)))
+            )
 
         try:
             return self._each(read, wanted, save)
         except StoreNotFoundError:
             return None  # listed, then deleted: the save is dead, as the newest version says
+
+    # -------------------------------------------------------------- by hand
+
+    def pin(self, save: Save, *, pinned: bool = True) -> Version:
+        """Exempt a checkpoint from retention for good, or no longer. Disturbs no job. :class:`CheckpointNotFoundError`."""
+        while True:
+            now = self._listing(save)
+            entry = now.entry(save)
+            if entry is not None and entry.pinned == pinned:
+                return now
+            version = replace(
+                now,
+                number=now.number + 1,
+                change="pin" if pinned else "unpin",
+                nonce=secrets.token_hex(8),
+                kept=tuple(replace(e, pinned=pinned) if e.save == save else e for e in now.kept),
+            )
+            if self._won(version):
+                return version
+
+    def rollback(self, save: Save) -> Version:
+        """Make ``save`` what the next start resumes from: an attempt of no job, which fences what runs. Deletes nothing.
+
+        Supersedes no launch: the job that was fenced by it may start again, from there. :class:`CheckpointNotFoundError`.
+        """
+        while True:
+            now = self._listing(save)
+            number = now.number + 1
+            version = replace(
+                now,
+                number=number,
+                change="rollback",
+                attempt=Attempt(number),
+                launch=None,
+                nonce=secrets.token_hex(8),
+                head=save,
+            )
+            if self._won(version):
+                return version
+
+    def _listing(self, save: Save) -> Version:
+        """The newest version, which lists ``save``."""
+        now = self.existing()
+        if now.entry(save) is None:
+            raise CheckpointNotFoundError(
+                f"{self.store.uri} has no checkpoint {save} (any more); `objckpt ls` lists what there is."
+            )
+        return now
 
     # -------------------------------------------------------------- end
 
@@ -485,6 +560,22 @@ def superseded(now: Version, launch: str) -> tuple[str, ...]:
     """The launches that may not start again once ``launch`` has started after ``now``."""
     gone: Iterable[str] = (*now.superseded, *(() if now.launch is None else (now.launch,)))
     return tuple(sorted({other for other in gone if other != launch}))
+
+
+def _refer(key: str, data: bytes) -> Reference:
+    return Reference(key, len(data), crc64nvme(data))
+
+
+def _metrics(metadata: JSON) -> tuple[tuple[str, float], ...]:
+    """The numbers at the top of a save's metadata, the first ``_METRICS`` of them."""
+    if not isinstance(metadata, dict):
+        return ()
+    numbers = [
+        (name, float(value))
+        for name, value in metadata.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    ]
+    return tuple(numbers[:_METRICS])
 
 
 def _index_of(save: Save, world_size: int, found: list[tuple[Reference, RankRecord]]) -> Index:

@@ -23,12 +23,18 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from objckpt.errors import ConfigError
+from objckpt.manifest import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
 
 _MIB: Final = 1 << 20
 _PREFIX: Final = "OBJCKPT_"
 _FILE: Final = "objckpt.toml"
 _FILE_VARIABLE: Final = _PREFIX + "CONFIG"
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LONGEST: Final = 1e6  # days
+_KEEP_WORDS: Final = (
+    "must be a number of checkpoints of at least 2, or rules such as KeepLast(5), KeepEvery(steps=1000), KeepBest('loss', 3), "
+    "KeepFor(days=7), in text last:5, every:1000, best:loss:3, best:accuracy:1:max, for:7"
+)
 _PASSWORD: Final = re.compile(r"(?<=://)([^/@:]*):.*@")
 
 
@@ -104,13 +110,65 @@ def _integer(low: int, high: int | None = None, *, why: str = "") -> Callable[[o
     return check
 
 
-def _keep(value: object) -> int:
-    if value == 1 and not isinstance(value, bool):
-        raise ValueError(
-            "1 is refused: if the only checkpoint turns out damaged, there is no older one to fall back to; "
-            "say 2 or more, or leave it out to keep all"
-        )
-    return _integer(2)(value)
+def _keep(value: object) -> tuple[Keep, ...]:
+    """Rules from one number, one rule, several, or their text. The newest two always stay."""
+    if isinstance(value, str):
+        value = _rules_of(value)
+    elif isinstance(value, bool):
+        _integer(2)(value)
+    elif isinstance(value, int):
+        value = [KeepLast(value)]
+    rules = list(value) if isinstance(value, list | tuple) else [value]
+    if not rules:
+        raise ValueError("has no rules: leave it out to keep all")
+    checked = tuple(_checked_rule(rule) for rule in rules)
+    return checked if any(isinstance(rule, KeepLast) for rule in checked) else (KeepLast(2), *checked)
+
+
+def _checked_rule(rule: object) -> Keep:
+    match rule:
+        case KeepLast(1):
+            raise ValueError(
+                "1 is refused: if the only checkpoint turns out damaged, there is no older one to fall back to; "
+                "say 2 or more, or leave it out to keep all"
+            )
+        case KeepLast(count):
+            _integer(2)(count)
+        case KeepEvery(steps):
+            _integer(1)(steps)
+        case KeepBest(metric, count, mode):
+            _word(metric)
+            _integer(1)(count)
+            if mode not in ("min", "max"):
+                raise ValueError(f"has a mode {mode!r}: say 'min' or 'max'")
+        case KeepFor(days):
+            if not isinstance(days, int | float) or isinstance(days, bool) or not 0 < days < _LONGEST:
+                raise ValueError(f"must be a number of days above 0, not {days!r}")
+        case _:
+            raise ValueError(f"{_KEEP_WORDS}, not {rule!r}")
+    return rule
+
+
+def _rules_of(text: str) -> list[Keep]:
+    """Rules from ``last:5, every:1000, best:loss:3:min, for:7``."""
+    rules: list[Keep] = []
+    for word in text.split(","):
+        match [part.strip() for part in word.split(":")]:
+            case [number] if number.isdecimal():
+                rules.append(KeepLast(int(number)))
+            case ["last", count] if count.isdecimal():
+                rules.append(KeepLast(int(count)))
+            case ["every", steps] if steps.isdecimal():
+                rules.append(KeepEvery(int(steps)))
+            case ["best", metric, count] if count.isdecimal():
+                rules.append(KeepBest(metric, int(count)))
+            case ["best", metric, count, "min" | "max" as mode] if count.isdecimal():
+                rules.append(KeepBest(metric, int(count), "min" if mode == "min" else "max"))
+            case ["for", days] if re.fullmatch(r"\d+(\.\d+)?", days):
+                rules.append(KeepFor(float(days)))
+            case _:
+                raise ValueError(f"{_KEEP_WORDS}, not {word.strip()!r}")
+    return rules
 
 
 def _seconds(value: object) -> float:
@@ -228,8 +286,9 @@ class Config:
 
     Where: ``uri`` (without a trailing slash; an absolute path has become ``file://``), ``storage_options``
     (its client's names), ``cache`` (directory of the local tier; None: the first place with room). What:
-    ``interval`` (steps between two saves; None: none but the last and the preempted), ``keep`` (checkpoints;
-    None: all), ``slots`` (files of the local tier per rank), ``when_full`` (no slot is free: ``wait`` for one
+    ``interval`` (steps between two saves; None: none but the last and the preempted), ``keep`` (which
+    checkpoints: a number of the newest ones, or rules, of which any
+    keeps one; nothing said: all), ``slots`` (files of the local tier per rank), ``when_full`` (no slot is free: ``wait`` for one
     or ``skip`` the save), ``rng`` (save and restore the random states), ``max_failed_saves`` (in a row,
     before training stops). How long, in seconds: ``adopt_timeout`` (a start gives up an earlier attempt's live
     uploader on this node that has not got on for so long), ``agree_timeout`` (``save`` waits for the other ranks), ``save_timeout`` (a
@@ -242,7 +301,7 @@ class Config:
     storage_options: Mapping[str, Any] = field(default_factory=dict, metadata=_by(_options, _json_text))
     cache: Path | None = field(default=None, metadata=_by(_directory))
     interval: int | None = field(default=None, metadata=_by(_integer(1), _int_text))
-    keep: int | None = field(default=None, metadata=_by(_keep, _int_text))
+    keep: tuple[Keep, ...] = field(default=(), metadata=_by(_keep, _int_text))
     slots: int = field(
         default=2,
         metadata=_by(

@@ -25,16 +25,20 @@ from objckpt.manifest import (
     MANIFEST_PREFIX,
     Attempt,
     Entry,
+    Keep,
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLast,
     Policy,
     Save,
     Version,
-    decode_version,
     index_key,
     save_of,
     version_key,
     version_of,
 )
-from objckpt.store import ObjectInfo, ObjectStore, read_all
+from objckpt.store import ObjectInfo, ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +119,20 @@ def no_such_step(uri: str, step: int, kept: Iterable[Entry]) -> str:
 def retain(kept: tuple[Entry, ...], head: Save, policy: Policy) -> tuple[Entry, ...]:
     """What the next version lists of ``kept`` (which has ``head`` in it). Children of a dropped entry take over its parent.
 
-    Along the line of parents the newest ``keep + lag`` stay. What a rollback left aside is not counted, and goes once the new branch
-    has ``keep`` commits of its own.
+    Along the line of parents stays what any rule keeps, and the newest ``lag`` more than :class:`KeepLast` says. What a rollback left
+    aside is not counted, and goes once the new branch has so many commits of its own.
     """
-    if policy.keep is None:
+    if not policy.keep:
         return kept
     ancestors = line(head, kept)
     aside = [e.save for e in kept if e.save not in ancestors]
     own = [save for save in ancestors if save.attempt == head.attempt]
-    gone = {*ancestors[policy.keep + policy.lag :], *(aside if len(own) >= policy.keep else ())} - {head}
-    gone -= {e.save for e in kept if e.pinned}
+    last = max((rule.count for rule in policy.keep if isinstance(rule, KeepLast)), default=1)
+    entries = {e.save: e for e in kept}
+    along = [entries[save] for save in ancestors]
+    stay = {head, *ancestors[: last + policy.lag], *(e.save for e in kept if e.pinned)}
+    stay = stay.union(*(_kept_by(rule, along) for rule in policy.keep))
+    gone = {*ancestors, *(aside if len(own) >= last else ())} - stay
     parents = {e.save: e.parent for e in kept}
 
     def standing(parent: Save | None) -> Save | None:
@@ -133,6 +141,23 @@ def retain(kept: tuple[Entry, ...], head: Save, policy: Policy) -> tuple[Entry, 
         return parent
 
     return tuple(replace(e, parent=standing(e.parent)) for e in kept if e.save not in gone)
+
+
+def _kept_by(rule: Keep, along: Sequence[Entry]) -> Iterable[Save]:
+    """What ``rule`` keeps of the line of head, given newest first. No clock: the age of an entry is that before the newest one."""
+    match rule:
+        case KeepLast(count):
+            return [e.save for e in along[:count]]
+        case KeepEvery(steps):
+            return {
+                e.save.step // steps: e.save for e in along
+            }.values()  # the last to be put in is the oldest
+        case KeepBest(metric, count, mode):
+            sign = 1.0 if mode == "min" else -1.0
+            valued = [(sign * value, e.save) for e in along for name, value in e.metrics if name == metric]
+            return [save for _, save in sorted(valued, key=lambda pair: pair[0])[:count]]
+        case KeepFor(days):
+            return [e.save for e in along if e.created_at >= along[0].created_at - days * 86_400]
 
 
 def reached(version: Version) -> set[Save]:
@@ -198,7 +223,7 @@ def _light(run: Run, attempt: Attempt | None, grace: float) -> _Light:
                 if successor.modified > versions[-1].modified - grace:
                     number = version_of(older.key)
                     assert number is not None
-                    recent |= reached(decode_version(read_all(run.store, older.key, older.size), number))
+                    recent |= reached(run.version(number, older.size))
         except StoreNotFoundError:
             continue  # pruned meanwhile, under a grace of more than a day
         return _Light(versions, newest, newest.attempt if attempt is None else attempt, frozenset(recent))

@@ -22,6 +22,9 @@ from objckpt.store import ObjectStore
 
 log = logging.getLogger(__name__)
 
+#: Bytes that are read at once to verify an object, or one block if that is more.
+_VERIFY_BUFFER = 16 << 20
+
 #: Bytes of a local copy of an object, by its key: fills a buffer from an offset on and returns the count; None if there is no copy.
 Local = Callable[[DataObject, memoryview, int], int | None]
 
@@ -114,6 +117,18 @@ def fetch(
         return sum(future.result() for future in futures if not future.cancelled())
 
 
+def verify_object(store: ObjectStore, obj: DataObject, done: Callable[[int], None]) -> None:
+    """Read a whole object and verify it block by block, through one buffer. ``done`` is told of bytes that were verified.
+
+    Raises :class:`CorruptCheckpointError`.
+    """
+    step = max(1, _VERIFY_BUFFER // obj.block_size) * obj.block_size
+    buffer = memoryview(bytearray(min(step, obj.size)))
+    for begin in range(0, obj.size, step):
+        end = min(begin + step, obj.size)
+        done(_fill(store, Request(obj, begin, end, ()), buffer[: end - begin], None))
+
+
 def _fill(store: ObjectStore, request: Request, into: memoryview, local: Local | None) -> int:
     """Fill and verify one request. Returns the bytes that came from the store."""
     obj = request.obj
@@ -124,7 +139,16 @@ def _fill(store: ObjectStore, request: Request, into: memoryview, local: Local |
             log.warning("%s; reading it from the bucket instead", error)
         else:
             return 0
-    where = f"{store.uri}/{obj.key}"
+    try:
+        return _read(store, request, into)
+    except CorruptCheckpointError as error:
+        log.warning("%s; reading it once more, as the damage may have come on the way", error)
+    return _read(store, request, into)
+
+
+def _read(store: ObjectStore, request: Request, into: memoryview) -> int:
+    """Read one request from the store and verify it."""
+    obj, where = request.obj, f"{store.uri}/{request.obj.key}"
     try:
         count = store.read(obj.key, into, request.begin)
     except StoreNotFoundError as error:

@@ -1,6 +1,6 @@
-"""The state in the golden run, and how that run was written: once, by the version that froze the format.
+"""The state in the golden runs, and how they were written: each once, by the version that froze its format.
 
-``python tests/golden.py DIRECTORY`` writes it; ``tests/data/v1`` is never written again.
+``python tests/golden.py DIRECTORY`` writes one; what is in ``tests/data`` is never written again.
 """
 
 from __future__ import annotations

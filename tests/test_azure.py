@@ -12,7 +12,7 @@ from test_conformance_fsspec import azurite  # noqa: F401 # a fixture
 
 from objckpt.commit import Run
 from objckpt.errors import CommitUnknownError, ConfigError, CorruptCheckpointError, StoreTransientError
-from objckpt.manifest import Policy
+from objckpt.manifest import KeepLast, Policy
 from objckpt.retention import retain
 from objckpt.store import open_store, read_all
 
@@ -100,6 +100,6 @@ def test_a_run_lives_there_and_is_read_as_files(where):
     uri, options = where
     run = Run(open_store(uri, **options), retain=retain)
     run.prove()
-    committed(uri, {"model.a": b"bytes"}, steps=(1, 2), policy=Policy(1, 0), **options)
+    committed(uri, {"model.a": b"bytes"}, steps=(1, 2), policy=Policy((KeepLast(1),), lag=0), **options)
     with fsspec.open(f"objckpt+{uri}/step-2/model/a.safetensors", **options) as file:
         assert file.read().endswith(b"bytes")

@@ -19,6 +19,7 @@ from objckpt.errors import StorePermissionError
 from objckpt.manifest import (
     BLOCK_SIZE,
     DataObject,
+    KeepLast,
     Policy,
     Rank,
     RankRecord,
@@ -91,10 +92,12 @@ def make_run(uri, **options):
     """Steps 10 and 20 by attempt 1; back to 10, from where attempt 4 makes 15 and 20; the first 20 is left aside."""
     store = open_store(uri, **options)
     run = Run(store, retain=retain)
-    first = run.start(launch="one", world_size=1, policy=Policy(None))
+    first = run.start(launch="one", world_size=1, policy=Policy())
     write_save(store, first, 10)
     write_save(store, first, 20)
-    second = run.start(launch="two", world_size=2, policy=Policy(3, lag=1), rollback=Save(first.attempt, 10))
+    second = run.start(
+        launch="two", world_size=2, policy=Policy((KeepLast(3),), lag=1), rollback=Save(first.attempt, 10)
+    )
     write_save(store, second, 15, world_size=2)
     write_save(store, second, 20, world_size=2)
     newest = run.existing()
@@ -139,7 +142,7 @@ def test_ls_json_is_the_whole_state_of_the_run(capsys, made):
     assert nbytes == [shards[0], shards[1], shards[2] + shards[3], shards[4] + shards[5]]
     run = found.pop("run")
     assert len(run) == 16
-    common = {"created_at": CREATED, "pinned": False, "bases": []}
+    common = {"created_at": CREATED, "pinned": False, "bases": [], "metrics": {"loss": 1.5}}
     assert found == {
         "uri": f"file://{made}",
         "version": 7,
@@ -148,7 +151,7 @@ def test_ls_json_is_the_whole_state_of_the_run(capsys, made):
         "launch": "two",
         "finished": False,
         "world_size": 2,
-        "policy": {"keep": 3, "lag": 1},
+        "policy": {"keep": [{"rule": "last", "count": 3}], "lag": 1},
         "head": {"attempt": 4, "step": 20},
         "checkpoints": [
             common
@@ -192,7 +195,7 @@ def test_ls_table_marks_head_aside_and_pinned(capsys, made):
 
 def test_a_run_without_checkpoints_and_a_finished_one_say_so(capsys, tmp_path):
     run = Run(open_store(f"file://{tmp_path}"), retain=retain)
-    version = run.start(launch="one", world_size=1, policy=Policy(None))
+    version = run.start(launch="one", world_size=1, policy=Policy())
     code, out, _ = call(capsys, "ls", tmp_path)
     assert code == 0
     assert "no checkpoint yet" in out
@@ -371,7 +374,7 @@ def littered(tmp_path):
     path = tmp_path / "littered"
     store = open_store(f"file://{path}")
     run = Run(store, retain=retain)
-    version = run.start(launch="one", world_size=1, policy=Policy(1, lag=0))
+    version = run.start(launch="one", world_size=1, policy=Policy((KeepLast(1),), lag=0))
     for step in (10, 20, 30):
         write_save(store, version, step)
     store.put(data_key(Save(version.attempt, 25), 0), b"no record of it came")
@@ -532,7 +535,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(made, kind):
 
 def test_names_that_the_terminal_cannot_spell_are_escaped(tmp_path):
     run = Run(open_store(f"file://{tmp_path}"), retain=retain)
-    run.start(launch="größe", world_size=1, policy=Policy(None))
+    run.start(launch="größe", world_size=1, policy=Policy())
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     process = console_script("ls", tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=60)

@@ -24,12 +24,14 @@ from objckpt.errors import (
 from objckpt.manifest import (
     GROUP_SIZE,
     Attempt,
+    KeepLast,
     Policy,
     Save,
     Step,
     group_key,
     index_key,
     record_key,
+    seal,
 )
 from objckpt.store import open_store, read_all
 from objckpt.testing.worlds import DictStore, durable
@@ -172,7 +174,7 @@ def test_a_zombie_is_fenced_by_the_start_of_its_replacement(store):
 
 
 def test_a_base_that_is_not_kept_is_refused(store):
-    version = started(store, policy=Policy(keep=1, lag=0))
+    version = started(store, policy=Policy((KeepLast(1),), lag=0))
     base = saved(store, version, 10)
     fine = saved(store, version, 20, bases=(base,))
     assert newest(store).entry(fine).bases == (base,)
@@ -249,10 +251,10 @@ def test_complete_saves_are_rolled_forward_by_the_next_start_in_order(store):
 
 
 def test_only_the_newest_attempts_saves_newer_than_its_newest_commit_are_rolled_forward(store):
-    version = started(store, policy=Policy(keep=1, lag=0))
+    version = started(store, policy=Policy((KeepLast(1),), lag=0))
     saved(store, version, 10)
     head = saved(store, version, 20)  # drops 10, whose records are still there
-    second = started(store, "two", policy=Policy(keep=1, lag=0))
+    second = started(store, "two", policy=Policy((KeepLast(1),), lag=0))
     saved(store, version, 30, commit=False)  # of an older attempt
     third = started(store, "three")
     assert (second.head, third.head) == (head, head)
@@ -273,7 +275,7 @@ def test_a_save_of_a_newer_objckpt_stops_the_start_of_an_older_one(store):
     version = started(store)
     save = saved(store, version, 10, commit=False)
     data = read_all(store, record_key(save, 0))
-    store.put(record_key(save, 0), data.replace(b'"version":1', b'"version":2'))
+    store.put(record_key(save, 0), seal(data[:-29].replace(b'"version":2', b'"version":3')))
     with pytest.raises(FormatVersionError):
         started(store, "two")
 
@@ -293,10 +295,10 @@ def test_the_first_start_makes_the_run(store):
 def test_a_start_keeps_what_there_is_and_says_who_it_is(store):
     first = started(store)
     saved(store, first, 10)
-    second = started(store, "two", world_size=4, policy=Policy(keep=3, lag=1))
+    second = started(store, "two", world_size=4, policy=Policy((KeepLast(3),), lag=1))
     assert second.attempt == second.number == 3
     assert (second.run, second.head) == (first.run, S(1, 10))
-    assert (second.launch, second.world_size, second.policy) == ("two", 4, Policy(keep=3, lag=1))
+    assert (second.launch, second.world_size, second.policy) == ("two", 4, Policy((KeepLast(3),), lag=1))
     assert second.superseded == ("one",)
 
 

@@ -26,6 +26,7 @@ from objckpt.errors import FencedError
 from objckpt.manifest import (
     MANIFEST_PREFIX,
     Attempt,
+    KeepLast,
     Policy,
     Save,
     Step,
@@ -46,7 +47,7 @@ from objckpt.testing.worlds import DictStore, Ended, World, durable, every_freez
 
 LIMIT = 30_000
 KEEP_ALL = Policy()
-KEEP_ONE = Policy(keep=1, lag=0)
+KEEP_ONE = Policy((KeepLast(1),), lag=0)
 
 
 def S(attempt, step):
@@ -170,7 +171,7 @@ class Story:
                     assert save in ever, f"I2 {save} was acknowledged and never in the run"
                     assert last.policy.keep or last.entry(save), f"I2 {save} is lost"
                 case Outcome.FENCED:
-                    assert save not in (ever if last.policy.keep is None else {e.save for e in last.kept}), (
+                    assert save not in (ever if not last.policy.keep else {e.save for e in last.kept}), (
                         f"I9 {save} is committed, and was told fenced"
                     )
                     assert last.attempt != save.attempt, "I9 fenced by nobody"

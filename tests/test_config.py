@@ -15,6 +15,7 @@ import pytest
 
 from objckpt.config import Config, Tuning, launch_id, load, redact
 from objckpt.errors import ConfigError
+from objckpt.manifest import KeepBest, KeepEvery, KeepFor, KeepLast
 
 URI = "s3://bucket/run"
 SECRET = "hunter2"
@@ -42,7 +43,7 @@ def test_defaults_are_those_of_the_design():
         storage_options={},
         cache=None,
         interval=None,
-        keep=None,
+        keep=(),
         slots=2,
         max_failed_saves=3,
         adopt_timeout=60.0,
@@ -60,12 +61,12 @@ def test_defaults_are_those_of_the_design():
 
 def test_a_keyword_beats_the_environment_which_beats_the_file_which_beats_the_default(monkeypatch):
     toml('[checkpoint]\nuri = "s3://file/run"\nkeep = 4\ninterval = 40\n')
-    assert (load().uri, load().keep, load().slots) == ("s3://file/run", 4, 2)
+    assert (load().uri, load().keep, load().slots) == ("s3://file/run", (KeepLast(4),), 2)
     monkeypatch.setenv("OBJCKPT_URI", "s3://environment/run")
     monkeypatch.setenv("OBJCKPT_KEEP", "3")
-    assert (load().uri, load().keep, load().interval) == ("s3://environment/run", 3, 40)
+    assert (load().uri, load().keep, load().interval) == ("s3://environment/run", (KeepLast(3),), 40)
     config = load(uri=URI, keep=2, interval=None)
-    assert (config.uri, config.keep, config.interval) == (URI, 2, 40)
+    assert (config.uri, config.keep, config.interval) == (URI, (KeepLast(2),), 40)
 
 
 def test_storage_options_are_taken_whole_from_the_nearest_place(monkeypatch):
@@ -97,7 +98,7 @@ EVERY = {
     "storage_options": ('{"anon": true}', "{anon = true}", {"anon": True}),
     "cache": ("/nvme", '"/nvme"', Path("/nvme")),
     "interval": ("500", "500", 500),
-    "keep": ("2", "2", 2),
+    "keep": ("2", "2", (KeepLast(2),)),
     "slots": ("3", "3", 3),
     "max_failed_saves": ("1", "1", 1),
     "adopt_timeout": ("0", "0", 0.0),
@@ -220,6 +221,13 @@ def test_a_uri_that_cannot_work_is_refused_with_what_would(uri, said):
         ("keep", 1, "damaged, there is no older one to fall back to; say 2 or more"),
         ("keep", 0, "at least 2, not 0"),
         ("keep", True, "at least 2, not True"),
+        ("keep", KeepLast(1), "damaged, there is no older one"),
+        ("keep", [], "has no rules"),
+        ("keep", "newest:3", "last:5, every:1000, .*, not 'newest:3'"),
+        ("keep", [KeepLast(2), 5], "must be a number of checkpoints"),
+        ("keep", KeepEvery(0), "at least 1, not 0"),
+        ("keep", KeepBest("loss", 1, "least"), "say 'min' or 'max'"),
+        ("keep", KeepFor(0), "days above 0, not 0"),
         ("interval", 0, "at least 1, not 0"),
         ("interval", "500", "at least 1, not '500'"),
         ("interval", 2.0, "at least 1, not 2.0"),
@@ -281,7 +289,7 @@ def test_tuning_checks_itself(values, said):
 def test_an_empty_variable_was_not_said(monkeypatch):
     monkeypatch.setenv("OBJCKPT_KEEP", "")
     monkeypatch.setenv("OBJCKPT_CONFIG", "")
-    assert load(uri=URI).keep is None
+    assert load(uri=URI).keep == ()
 
 
 def test_the_file_is_the_one_that_the_variable_names(monkeypatch):
@@ -365,7 +373,7 @@ def test_the_launch_is_what_a_restart_keeps(environ, launch, monkeypatch):
 
 
 def test_the_annotations_are_types():
-    assert typing.get_type_hints(Config)["keep"] == int | None
+    assert typing.get_type_hints(Config)["interval"] == int | None
 
 
 def test_reading_the_configuration_loads_no_torch():
@@ -377,3 +385,11 @@ def test_reading_the_configuration_loads_no_torch():
 def test_the_connections_of_a_node_are_shared_by_its_ranks(monkeypatch, ranks, share):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert load(uri="s3://bucket/run", tuning=Tuning(concurrency=8)).tuning.concurrency == share
+
+
+def test_rules_of_retention_compose_and_the_newest_two_always_stay(monkeypatch):
+    rules = (KeepLast(5), KeepEvery(1000), KeepBest("loss", 3), KeepBest("accuracy", 1, "max"), KeepFor(7.5))
+    assert load(uri=URI, keep=rules).keep == rules
+    monkeypatch.setenv("OBJCKPT_KEEP", "last:5, every:1000, best:loss:3, best:accuracy:1:max, for:7.5")
+    assert load(uri=URI).keep == rules
+    assert load(uri=URI, keep=KeepFor(7)).keep == (KeepLast(2), KeepFor(7))

@@ -20,12 +20,12 @@ from test_retention import Job
 
 from objckpt.commit import Outcome, Run
 from objckpt.errors import CheckpointNotFoundError, StorePermissionError
-from objckpt.manifest import Policy, data_key, probe_key, version_key
+from objckpt.manifest import KeepLast, Policy, data_key, probe_key, version_key
 from objckpt.retention import GRACE, LEFTOVER_LIFE, VERSION_LIFE, retain, survey, sweep
 from objckpt.store import read_all
 from objckpt.testing.worlds import DictStore, durable, every_freeze
 
-KEEP_TWO = Policy(keep=2, lag=0)
+KEEP_TWO = Policy((KeepLast(2),), lag=0)
 
 
 def collect(store, **grace):
@@ -45,7 +45,7 @@ def reasons(found):
 
 
 def test_each_object_that_may_go_has_its_reason():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.store.put(probe_key("0" * 24), b"first\n")
     for step in (10, 20):
         job.save(step)
@@ -78,7 +78,7 @@ def test_each_object_that_may_go_has_its_reason():
 
 def test_what_is_found_is_what_a_run_deletes_with_and_without_grace():
     for grace in (0.0, 90.0, GRACE, 10 * GRACE):
-        job = Job(Policy(keep=1, lag=0))
+        job = Job(Policy((KeepLast(1),), lag=0))
         for step in range(10, 300, 10):
             job.save(step, after=60)
         before = job.store.objects.keys() | set()
@@ -91,7 +91,7 @@ def test_what_is_found_is_what_a_run_deletes_with_and_without_grace():
 
 
 def test_a_key_that_is_not_exactly_one_of_ours_is_left_alone_and_counted():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in (10, 20):
         job.save(step)
     foreign = [
@@ -111,7 +111,7 @@ def test_a_key_that_is_not_exactly_one_of_ours_is_left_alone_and_counted():
 
 def test_a_newer_attempts_saves_are_no_ones_to_delete():
     """A key of ours, but of an attempt that the newest version does not know: what its owner says is not here yet."""
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.save(10)
     durable(job.store, job.version.run, S(9, 5))
     found = collect(job.store, grace=0)
@@ -138,7 +138,7 @@ def test_a_probe_is_left_to_a_start_that_may_still_need_it():
 
 
 def test_a_grace_of_more_than_a_day_holds_for_versions_too():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in range(10, 60, 10):
         job.save(step, after=VERSION_LIFE)
     long = survey(job.run, grace=3 * VERSION_LIFE)
@@ -147,7 +147,7 @@ def test_a_grace_of_more_than_a_day_holds_for_versions_too():
 
 
 def test_a_version_that_is_pruned_while_a_long_grace_asks_for_it_is_no_error():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in (10, 20, 30):
         job.save(step)
 
@@ -164,7 +164,7 @@ def test_a_version_that_is_pruned_while_a_long_grace_asks_for_it_is_no_error():
 def test_only_the_clock_of_the_store_counts(monkeypatch):
     """A machine's clock that runs wild changes nothing: that of the store stands still here."""
     monkeypatch.setattr("time.time", lambda: 1e12)
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.store.put(probe_key("0" * 24), b"first\n")
     for step in (10, 20, 30):
         job.save(step)
@@ -185,7 +185,7 @@ def test_a_deletion_that_is_refused_says_what_stayed():
         def delete(self, keys):
             raise StorePermissionError("AccessDenied", key="x")
 
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in (10, 20):
         job.save(step)
     with pytest.raises(
@@ -196,7 +196,7 @@ def test_a_deletion_that_is_refused_says_what_stayed():
 
 def test_the_index_of_a_save_goes_last():
     """So that who goes on after an interrupted gc still sees that it was a checkpoint."""
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in (10, 20):
         job.save(step)
     keys = [g.key for g in survey(job.run, grace=0).garbage]

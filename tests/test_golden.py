@@ -1,4 +1,4 @@
-"""A run that an earlier version wrote is read, restored and continued: the format is frozen."""
+"""Runs that earlier versions wrote, one in each version of the format, are read, restored and continued: the formats are frozen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ import torch
 
 import objckpt
 
-DATA = Path(__file__).parent / "data" / "v1"
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(params=["v1", "v2"])
+def frozen(request):
+    return DATA / request.param
 
 
 @pytest.fixture
-def copied(tmp_path):
-    shutil.copytree(DATA, tmp_path / "v1")
-    return f"file://{tmp_path}/v1"
+def copied(frozen, tmp_path):
+    shutil.copytree(frozen, tmp_path / "copied")
+    return f"file://{tmp_path}/copied"
 
 
 @pytest.mark.parametrize("name", ["run", "groups"])
-def test_every_tensor_of_the_golden_run_is_read_bit_for_bit(copied, name):
-    assert golden.contents(f"{copied}/{name}") == json.loads((DATA / "expected.json").read_text())[name]
+def test_every_tensor_of_the_golden_run_is_read_bit_for_bit(copied, frozen, name):
+    assert golden.contents(f"{copied}/{name}") == json.loads((frozen / "expected.json").read_text())[name]
 
 
 def test_its_checkpoints_are_listed_as_they_were(copied):

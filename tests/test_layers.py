@@ -39,9 +39,7 @@ def test_the_probe_sees_what_is_loaded():
 
 
 def test_a_command_on_a_directory_loads_nothing_heavy(tmp_path):
-    Run(open_store(f"file://{tmp_path}"), retain=retain).start(
-        launch="one", world_size=1, policy=Policy(None)
-    )
+    Run(open_store(f"file://{tmp_path}"), retain=retain).start(launch="one", world_size=1, policy=Policy())
     listing = f"from objckpt.cli import main\nassert main(['ls', {str(tmp_path)!r}]) == 0"
     assert loaded_by(listing) == []
 

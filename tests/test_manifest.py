@@ -19,6 +19,10 @@ from objckpt.manifest import (
     Entry,
     GroupRecord,
     Index,
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLast,
     Piece,
     Policy,
     Rank,
@@ -46,6 +50,7 @@ from objckpt.manifest import (
     record_key,
     records_prefix,
     save_of,
+    seal,
     version_key,
     version_of,
 )
@@ -64,6 +69,15 @@ values = st.recursive(
     | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
+)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+rules = (
+    st.builds(KeepLast, st.integers(1, 9))
+    | st.builds(KeepEvery, st.integers(1, 10**6))
+    | st.builds(KeepBest, st.text(max_size=5), st.integers(1, 9), st.sampled_from(["min", "max"]))
+    | st.builds(KeepFor, times)
 )
 
 
@@ -154,7 +168,7 @@ def versions(draw):
         launch=draw(st.none() | st.text(max_size=5)),
         nonce=draw(st.text(max_size=5)),
         world_size=draw(st.integers(1, 10**5)),
-        policy=Policy(draw(st.none() | st.integers(1, 9)), draw(st.integers(0, 9))),
+        policy=Policy(tuple(draw(st.lists(rules, max_size=3))), draw(st.integers(0, 9))),
         superseded=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
         head=draw(st.none() | st.sampled_from(listed)) if listed else None,
         kept=tuple(
@@ -167,6 +181,7 @@ def versions(draw):
                 index=Reference(index_key(save), draw(sizes), draw(crcs)),
                 bases=tuple(draw(st.lists(saves, max_size=2))),
                 pinned=draw(st.booleans()),
+                metrics=tuple(draw(st.dictionaries(st.text(max_size=3), finite, max_size=2)).items()),
             )
             for save in listed
         ),
@@ -186,6 +201,17 @@ def read_back(record):
             return encode_version, lambda data: decode_version(data, record.number)
 
 
+def sealed(body):
+    """A record with other fields, or more, whose checksum is right."""
+    body.pop("crc64", None)
+    return seal(json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}"))
+
+
+def opened(data):
+    """A record without its last field, the checksum."""
+    return data[: data.rindex(b',"crc64":"')]
+
+
 every_kind = st.one_of(records(), group_records(), indexes(), versions())
 
 
@@ -201,12 +227,12 @@ def test_a_record_is_read_back_as_it_was_written(record):
 
 
 @quick
-@given(every_kind, st.integers(2, 2**40))
+@given(every_kind, st.integers(3, 2**40))
 def test_a_newer_format_is_refused_by_name(record, version):
     encode, decode = read_back(record)
     newer = json.loads(encode(record)) | {"version": version}
     with pytest.raises(FormatVersionError, match="upgrade objckpt"):
-        decode(json.dumps(newer).encode())
+        decode(sealed(newer))
 
 
 # ------------------------------------------------------------------ damage
@@ -256,7 +282,9 @@ def examples():
         Entry(s, p, 1, 9, 1.5, Reference(index_key(s), 9, 1), (base,), pinned=True)
         for s, p in ((base, save), (save, base))
     )
-    version = Version(3, "commit", "r", Attempt(2), "l", "n", 1, Policy(2, 1), ("m",), save, kept)
+    version = Version(
+        3, "commit", "r", Attempt(2), "l", "n", 1, Policy((KeepLast(2),), lag=1), ("m",), save, kept
+    )
     return [record, GroupRecord("r", save, 0, 1, (record,)), index, version]
 
 
@@ -271,7 +299,9 @@ def test_every_field_with_every_odd_value_is_refused_or_read(record):
             for key in path[:-1]:
                 parent = parent[key]
             was, parent[path[-1]] = parent[path[-1]], odd
-            data = json.dumps(body).encode()
+            if path == ("crc64",):
+                continue
+            data = sealed(body)
             believed_or_refused(record, data)
             if (
                 type(was) is not type(odd)
@@ -288,7 +318,7 @@ def test_every_field_with_every_odd_value_is_refused_or_read(record):
 def test_a_record_with_any_field_damaged_is_refused_or_read(record, data):
     encode, _ = read_back(record)
     body = json.loads(encode(record))
-    path = data.draw(st.sampled_from(sorted(places(body), key=str)))
+    path = data.draw(st.sampled_from(sorted(set(places(body)) - {("crc64",)}, key=str)))
     parent = body
     for key in path[:-1]:
         parent = parent[key]
@@ -301,7 +331,7 @@ def test_a_record_with_any_field_damaged_is_refused_or_read(record, data):
         parent[path[-1]] = data.draw(values)
     else:
         parent[path[-1]] = data.draw(st.sampled_from(ODD))
-    believed_or_refused(record, json.dumps(body).encode())
+    believed_or_refused(record, sealed(body))
 
 
 @quick
@@ -322,9 +352,31 @@ def test_a_record_with_any_byte_damaged_is_refused_or_read(record, data):
     believed_or_refused(record, bytes(damaged[: data.draw(st.integers(at, len(damaged)))]))
 
 
+@pytest.mark.parametrize("record", examples(), ids=lambda record: type(record).__name__)
+def test_a_record_with_any_bit_flipped_or_cut_anywhere_is_refused(record):
+    encode, decode = read_back(record)
+    data = encode(record)
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptCheckpointError):
+            decode(bytes(damaged))
+    for size in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            decode(data[:size])
+
+
+def test_a_version_of_format_1_is_read():
+    body = json.loads(encode_version(Version(3, "start", "r", Attempt(3), "l", "n", 1))) | {"version": 1}
+    del body["crc64"]
+    for keep, rules in ((None, ()), (4, (KeepLast(4),))):
+        body["policy"] = {"keep": keep, "lag": 1}
+        assert decode_version(json.dumps(body).encode(), 3).policy == Policy(rules, 1)
+
+
 def version(**fields):
     body = json.loads(encode_version(Version(3, "start", "r", Attempt(3), "l", "n", 1)))
-    return json.dumps(body | fields).encode()
+    return sealed(body | fields)
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -333,12 +385,12 @@ def test_a_number_that_json_does_not_have_is_refused(text):
     record = RankRecord("r", Save(1, 1), 0, 1, 1.5, {"x": 1}, (), (), (), None, None)
     for old in (b"1.5", b'{"x":1}'):
         with pytest.raises(CorruptCheckpointError, match="JSON number"):
-            decode_record(encode_record(record).replace(old, text.encode()), Save(1, 1), 0)
+            decode_record(seal(opened(encode_record(record)).replace(old, text.encode())), Save(1, 1), 0)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_deep_nesting_is_refused(opening):
-    deep = version(launch="DEEP").replace(b'"DEEP"', opening.encode() * 100_000)
+    deep = seal(opened(version(launch="DEEP")).replace(b'"DEEP"', opening.encode() * 100_000))
     with pytest.raises(CorruptCheckpointError):
         decode_version(deep, 3)
 
@@ -349,7 +401,7 @@ def test_an_index_of_a_world_that_cannot_be_is_refused_at_once():
     index = Index("r", save, 1, 1.0, None, 0, (), (Reference(record_key(save, 0), 1, 1),))
     body = json.loads(encode_index(index)) | {"world_size": 2**62}
     with pytest.raises(CorruptCheckpointError, match="its records are not those of"):
-        decode_index(json.dumps(body).encode(), save)
+        decode_index(sealed(body), save)
 
 
 def test_a_version_that_lies_elsewhere_or_lacks_its_head_is_refused():

@@ -16,7 +16,7 @@ from test_uploader import Trainer
 from objckpt.cli import main
 from objckpt.commit import Run
 from objckpt.errors import StorePermissionError
-from objckpt.manifest import Policy, Rank, data_key, save_of
+from objckpt.manifest import KeepLast, Policy, Rank, data_key, save_of
 from objckpt.retention import reap, retain
 from objckpt.spool import root
 from objckpt.store import open_store, read_all
@@ -67,7 +67,7 @@ def job(store, where, keep=1):
     """An attempt of one rank, and its trainer with an uploader in a thread."""
     run = Run(store, retain=retain)
     run.prove()
-    version = run.start(launch="a", world_size=1, policy=Policy(keep, 0))
+    version = run.start(launch="a", world_size=1, policy=Policy((KeepLast(keep),) if keep else (), 0))
     return run, Trainer(store, root(where, version.run), version).begin()
 
 
@@ -259,7 +259,7 @@ def test_a_save_is_told_committed_before_anything_is_deleted(memory, tmp_path):
             super().delete(keys)
 
     store = Slow(memory)
-    version = Run(store, retain=retain).start(launch="a", world_size=1, policy=Policy(1, 0))
+    version = Run(store, retain=retain).start(launch="a", world_size=1, policy=Policy((KeepLast(1),), lag=0))
     trainer = Trainer(store, root(tmp_path, version.run), version).begin()
     save_all(trainer, (10, 20))  # 20 retires 10
     assert going.wait(20)

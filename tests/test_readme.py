@@ -16,6 +16,7 @@ import pytest
 
 import objckpt
 from objckpt import config
+from objckpt.manifest import KeepLast
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,7 +131,7 @@ def test_the_configuration_of_the_examples_is_one(monkeypatch):
     for name in [n for n in os.environ if n.startswith("OBJCKPT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OBJCKPT_CONFIG", str(ROOT / "examples" / "objckpt.toml"))
-    assert (config.load().uri, config.load().keep) == ("s3://acme-runs/llama-7b", 3)
+    assert (config.load().uri, config.load().keep) == ("s3://acme-runs/llama-7b", (KeepLast(3),))
     fields = {name for name in config.Config.__dataclass_fields__ if name not in {"launch", "takeover"}}
     assert {
         n for n in fields if not re.search(rf"^(# )?\[?(checkpoint\.)?{n}\b", text, re.MULTILINE)

@@ -17,6 +17,7 @@ from objckpt.manifest import (
     MANIFEST_PREFIX,
     Attempt,
     Entry,
+    KeepLast,
     Policy,
     Reference,
     Save,
@@ -52,7 +53,7 @@ class Life:
     """Depth first over all sequences. ``found`` collects which of the model's three checks failed."""
 
     def __init__(self, keep, slots, *, lag, depth, rollbacks, drop=retain):
-        self.policy, self.slots, self.drop = Policy(keep, lag), slots, drop
+        self.policy, self.slots, self.drop = Policy((KeepLast(keep),), lag), slots, drop
         self.seen, self.found = set(), set()
         first, second, third = S(1, 10), S(1, 20), S(1, 30)
         kept = chain(first, second, third)
@@ -98,7 +99,7 @@ class Life:
         listed = {e.save for e in kept}
         if older is not None and older not in ancestors:
             self.found.add("E1 a fallback goes to what a rollback left aside")
-        newest = [s for s in ancestors if s in had][: self.policy.keep]
+        newest = [s for s in ancestors if s in had][: self.policy.keep[0].count]
         if head not in listed or not listed.issuperset(newest):
             self.found.add("E2 one of the newest `keep` of the line of head was dropped")
 
@@ -120,7 +121,7 @@ def test_with_too_little_lag_a_commit_would_be_refused_for_its_base():
 
 def newest_commits(kept, head, policy):
     """A rule that was given up: counting in the order of commits."""
-    gone = {e.save for e in kept[: -(policy.keep + policy.lag)]} - {head}
+    gone = {e.save for e in kept[: -(policy.keep[0].count + policy.lag)]} - {head}
     parents = {e.save: e.parent for e in kept}
 
     def standing(save):
@@ -139,16 +140,16 @@ def test_counting_by_commits_would_drop_what_a_rollback_went_back_to():
 
 def test_keep_and_lag_count_along_the_line_of_parents():
     saves = [S(1, s) for s in range(10, 80, 10)]
-    kept = retain(chain(*saves), saves[-1], Policy(keep=2, lag=1))
+    kept = retain(chain(*saves), saves[-1], Policy((KeepLast(2),), lag=1))
     assert [e.save for e in kept] == saves[-3:]
     assert [e.parent for e in kept] == [None, *saves[-3:-1]]
-    assert retain(chain(*saves), saves[-1], Policy(keep=None)) == chain(*saves)
+    assert retain(chain(*saves), saves[-1], Policy()) == chain(*saves)
 
 
 def test_children_take_over_the_parent_of_what_is_dropped():
     a, b, c, d = (S(1, s) for s in (10, 20, 30, 40))
     kept = (entry(a, pinned=True), entry(b, a), entry(c, b), entry(d, c))
-    after = retain(kept, d, Policy(keep=1, lag=0))
+    after = retain(kept, d, Policy((KeepLast(1),), lag=0))
     assert [(e.save, e.parent) for e in after] == [(a, None), (d, a)]
 
 
@@ -158,14 +159,14 @@ def test_a_pinned_checkpoint_is_never_dropped():
     kept = (entry(saves[0], pinned=True), *chain(*saves)[1:], aside)
     for _ in range(3):
         head = Save(saves[-1].attempt, Step(saves[-1].step + 10))
-        kept = retain((*kept, entry(head, saves[-1])), head, Policy(keep=1, lag=0))
+        kept = retain((*kept, entry(head, saves[-1])), head, Policy((KeepLast(1),), lag=0))
         saves.append(head)
     assert [e.save for e in kept] == [S(1, 10), S(2, 40), head]
 
 
 def test_what_a_rollback_left_aside_goes_when_the_new_branch_has_enough():
     back, aside = S(1, 10), S(1, 20)
-    kept, policy = chain(back, aside), Policy(keep=2, lag=0)
+    kept, policy = chain(back, aside), Policy((KeepLast(2),), lag=0)
     first, second, third = S(3, 11), S(3, 12), S(3, 13)
     kept = retain((*kept, entry(first, back)), first, policy)
     assert [e.save for e in kept] == [back, aside, first]
@@ -183,16 +184,14 @@ def test_head_pins_and_parents_hold_for_any_tree(data):
         attempt = data.draw(st.integers(1, 3))
         kept.append(entry(S(attempt, 10 * number), parent, pinned=data.draw(st.booleans())))
     head = data.draw(st.sampled_from(kept)).save
-    policy = Policy(data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)))
+    policy = Policy((KeepLast(last := data.draw(st.integers(1, 3))),), data.draw(st.integers(0, 2)))
     after = retain(tuple(kept), head, policy)
     listed = {e.save for e in after}
     assert head in listed
     assert listed >= {e.save for e in kept if e.pinned}
     assert all(e.parent is None or e.parent in listed for e in after)
     assert line(head, after) == [s for s in line(head, tuple(kept)) if s in listed]
-    assert (
-        line(head, after)[: policy.keep + policy.lag] == line(head, tuple(kept))[: policy.keep + policy.lag]
-    )
+    assert line(head, after)[: last + policy.lag] == line(head, tuple(kept))[: last + policy.lag]
     assert retain(after, head, policy) == after
 
 
@@ -232,7 +231,7 @@ class Job:
 
 
 def test_what_was_dropped_stays_readable_for_the_grace():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     for step in (10, 20, 30):
         job.save(step)
     assert reap(job.run, job.version.attempt) == []
@@ -249,7 +248,7 @@ def test_what_was_dropped_stays_readable_for_the_grace():
 
 
 def test_nothing_that_a_kept_checkpoint_refers_to_is_deleted():
-    job = Job(Policy(keep=1, lag=1))
+    job = Job(Policy((KeepLast(1),), lag=1))
     base = job.save(10)
     job.save(20, bases=(base,))
     job.save(30, bases=())
@@ -257,7 +256,7 @@ def test_nothing_that_a_kept_checkpoint_refers_to_is_deleted():
     reap(job.run, job.version.attempt, grace=0)
     assert job.there() == [30, 40]
 
-    job = Job(Policy(keep=1, lag=1))
+    job = Job(Policy((KeepLast(1),), lag=1))
     base = job.save(10)
     head = job.save(20, bases=(base,))
     job.save(30, bases=(head,))
@@ -270,7 +269,7 @@ def test_nothing_that_a_kept_checkpoint_refers_to_is_deleted():
 
 
 def test_dead_saves_go_and_those_in_flight_stay():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.save(10, commit=False)
     store, save = job.store, S(1, 15)
     store.put(data_key(save, 0), b"a shard whose record never came")
@@ -283,7 +282,7 @@ def test_dead_saves_go_and_those_in_flight_stay():
 
 
 def test_a_deleter_spares_newer_attempts_and_its_own_saves_in_flight():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.save(10)
     durable(job.store, job.version.run, S(1, 20))
     old = job.version.attempt
@@ -297,7 +296,7 @@ def test_a_deleter_spares_newer_attempts_and_its_own_saves_in_flight():
 
 
 def test_a_deleter_that_read_an_old_version_looks_again():
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.save(10)
     old = job.run.existing()
 
@@ -330,7 +329,7 @@ def test_versions_are_pruned_in_ascending_order_once_their_successors_are_old():
             self.deleted.append(keys)
             super().delete(keys)
 
-    job = Job(Policy(keep=1, lag=0))
+    job = Job(Policy((KeepLast(1),), lag=0))
     job.store = Recording()
     job.run = Run(job.store, retain=retain, pause=lambda _: None)
     job.start()
@@ -355,7 +354,7 @@ def test_pruning_an_empty_place_does_nothing():
 
 
 def test_old_versions_that_are_left_can_always_be_read_for_the_grace():
-    job = Job(Policy(keep=2, lag=0))
+    job = Job(Policy((KeepLast(2),), lag=0))
     for step in range(1, 40):
         job.save(step, after=VERSION_LIFE / 3)
         reap(job.run, job.version.attempt)

@@ -334,7 +334,7 @@ def test_a_checkpoint_of_more_than_256_ranks_is_read_through_its_groups():
     ranks = 258
     store = open_store("memory://second-reader-groups")
     run = Run(store, retain=retain, pause=lambda _: None)
-    version = run.start(launch="one", world_size=ranks, policy=Policy(None))
+    version = run.start(launch="one", world_size=ranks, policy=Policy())
     save = Save(version.attempt, 7)
     for rank in map(Rank, range(ranks)):
         image = layout([whole(f"rank-{rank:05d}/own", "int64", (1,))], {})

@@ -7,9 +7,10 @@ import os
 
 import pytest
 
+from objckpt import spool as spools
 from objckpt.errors import CorruptCheckpointError, SpoolError
 from objckpt.manifest import Attempt, Rank, RankRecord, Save, Step, data_key
-from objckpt.spool import Spool, hashed, places, root, scan, slot_name, unhashed
+from objckpt.spool import Spool, clear_unused, hashed, places, root, scan, slot_name, unhashed
 from objckpt.transfer import block_checksums
 
 RUN = "0123456789abcdef"
@@ -211,3 +212,32 @@ def test_removal_takes_the_empty_directories_along(where, tmp_path):
     second.remove()
     assert not where.parent.exists()
     assert tmp_path.exists()
+
+
+def test_what_a_process_left_that_died_before_its_uploader_took_it_is_cleared_and_a_living_one_s_is_not(
+    where,
+):
+    alive, dead = Spool.create(where), Spool.create(where)
+    dead.close()
+    clear_unused(where)
+    assert list(where.iterdir()) == [alive.path]
+    assert alive.lock()
+    alive.publish(Attempt(1), Rank(0))
+    alive.close()
+    clear_unused(where)
+    assert [spool.path for spool in scan(where)] == [alive.path], "a published one is adopted"
+
+
+def test_a_new_spool_that_was_cleared_before_its_maker_held_it_is_made_again(where, monkeypatch):
+    flock, cleared = spools.fcntl.flock, []
+
+    def late(fd, how):
+        if how == spools.fcntl.LOCK_SH and not cleared:
+            cleared.append(next(iter(where.iterdir())))
+            clear_unused(where)
+        flock(fd, how)
+
+    monkeypatch.setattr(spools.fcntl, "flock", late)
+    spool = Spool.create(where)
+    assert spool.path.exists()
+    assert not cleared[0].exists()

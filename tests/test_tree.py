@@ -28,7 +28,7 @@ from objckpt.errors import (
     FormatVersionError,
     StorePermissionError,
 )
-from objckpt.manifest import Policy, Rank, Save, Step
+from objckpt.manifest import KeepLast, Policy, Rank, Save, Step
 from objckpt.retention import retain
 from objckpt.shard import layout, whole
 from objckpt.store import open_store
@@ -114,7 +114,10 @@ def test_the_tree_is_what_the_newest_version_lists(root):
         f"{root}/step-{step}/model/0.{name}.safetensors" for step in (2, 3, 4) for name in ("bias", "weight")
     ]
     Run(open_store(root), retain=retain).start(
-        launch="golden", world_size=1, policy=Policy(1, 0), rollback=Save(manifest.Attempt(1), Step(2))
+        launch="golden",
+        world_size=1,
+        policy=Policy((KeepLast(1),), lag=0),
+        rollback=Save(manifest.Attempt(1), Step(2)),
     )
     heads = pd.read_json(f"objckpt+file://{root}/checkpoints.json").set_index("path")["head"]
     assert heads.to_dict() == {"step-2": True, "step-3": False, "step-4": False}
@@ -405,13 +408,13 @@ def _with(contents, **changes):
 
 def test_a_checkpoint_dropped_while_it_is_read_is_told_as_such(tmp_path):
     uri = f"file://{tmp_path}/run"
-    run = committed(uri, {"a": bytes(3 * BLOCK)}, steps=(1, 2), policy=Policy(1, 0))
-    committed(uri, {"a": bytes(BLOCK)}, steps=(5,), policy=Policy(2, 0))
+    run = committed(uri, {"a": bytes(3 * BLOCK)}, steps=(1, 2), policy=Policy((KeepLast(1),), lag=0))
+    committed(uri, {"a": bytes(BLOCK)}, steps=(5,), policy=Policy((KeepLast(2),), lag=0))
     fs = FileTree()
     path = f"{tmp_path}/run/step-2/a.safetensors"
     with fs.open(path, block_size=BLOCK) as file:
         file.read(1)
-        committed(uri, {"a": b"x"}, steps=(9,), policy=Policy(1, 0))
+        committed(uri, {"a": b"x"}, steps=(9,), policy=Policy((KeepLast(1),), lag=0))
         run.store.delete([o.key for o in run.store.list("data/") if "000000000002" in o.key])
         with pytest.raises(CheckpointNotFoundError, match="step 2 was dropped"):
             file.read()

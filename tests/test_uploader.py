@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -13,7 +14,7 @@ import pytest
 
 from objckpt.commit import Run
 from objckpt.errors import StoreTransientError
-from objckpt.manifest import Attempt, Policy, Rank, RankRecord, Save, Step, data_key, record_key
+from objckpt.manifest import Attempt, KeepLast, Policy, Rank, RankRecord, Save, Step, data_key, record_key
 from objckpt.retention import retain
 from objckpt.spool import Spool, root, slot_name, unhashed
 from objckpt.store import open_store, read_all
@@ -162,7 +163,9 @@ def run(store):
 
 
 def start(run, launch="a", world_size=1, keep=None):
-    return run.start(launch=launch, world_size=world_size, policy=Policy(keep, 0))
+    return run.start(
+        launch=launch, world_size=world_size, policy=Policy((KeepLast(keep),) if keep else (), 0)
+    )
 
 
 def committed(run):
@@ -471,3 +474,17 @@ def test_what_an_image_holds_is_read_from_its_own_slot(store, run, tmp_path):
     assert (read_all(store, data_key(first, Rank(0))), read_all(store, data_key(second, Rank(0)))) == (a, b)
     assert (trainer.spool.path / slot_name(1)).exists()
     assert Attempt(1) == first.attempt
+
+
+def test_a_trainer_that_ended_before_its_uploader_could_watch_it_is_gone_and_what_it_said_comes_first():
+    """A child that it forked may hold its end of the socket for ever."""
+    with subprocess.Popen(["/bin/true"]) as trainer:
+        trainer.wait()
+    ours, theirs = socket.socketpair()
+    with ours:
+        Channel(ours).send({"op": "open"})
+        uploader = Channel(theirs)
+        uploader.listen(peer=trainer.pid)
+        assert uploader.receive(20) == {"op": "open"}
+        assert uploader.receive(20) == {"op": "gone"}
+    uploader.close()

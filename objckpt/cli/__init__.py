@@ -1,6 +1,7 @@
-"""The command line: what a run's bucket holds, as tables for people and as JSON for scripts, and deleting what it need not hold.
+"""The command line: what a run's bucket holds, as tables for people and as JSON for scripts, and the few changes that people make.
 
-Invariants: no command starts an attempt, and no job notices one; only ``gc`` changes anything, and deletes only what nothing reaches;
+Invariants: a job notices no command but ``rollback``, which fences it; only ``gc`` deletes, and only what nothing reaches; ``verify``
+ends with 1 if anything is damaged;
 tables and JSON are made from one document; what cannot be done is told in one line on stderr, with exit code 1 (2 for wrong usage);
 torch is never loaded, and what takes its time to load (a command, a cloud's client, rich) is loaded by those who need it.
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return 0
+    return 0 if document.get("good", True) else 1
 
 
 def _table(command: Any, document: dict[str, Any]) -> str:
@@ -73,11 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ls", parents=[common], help="list the checkpoints of a run")
     show = commands.add_parser("show", parents=[common], help="show what is in one checkpoint")
     show.add_argument("step", metavar="STEP", type=int, help="the checkpoint's step")
-    show.add_argument(
-        "--attempt",
-        type=int,
-        help="whose checkpoint, if several attempts have one of this step; else what a restart would take",
-    )
     gc = commands.add_parser("gc", parents=[common], help="delete what no checkpoint needs")
     gc.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
     gc.add_argument(
@@ -86,6 +82,22 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         help="spare for its readers what was dropped within so many seconds before the run's last change, by the store's clock; else 600",
     )
+    verify = commands.add_parser("verify", parents=[common], help="check that checkpoints can be restored")
+    verify.add_argument("--step", type=int, help="only the checkpoint of this step; else all")
+    verify.add_argument("--deep", action="store_true", help="read every block of every shard")
+    pin = commands.add_parser("pin", parents=[common], help="keep one checkpoint for good")
+    pin.add_argument("step", metavar="STEP", type=int, help="the checkpoint's step")
+    pin.add_argument("--undo", action="store_true", help="let retention drop it again")
+    rollback = commands.add_parser(
+        "rollback", parents=[common], help="fence what runs; the next start resumes from an older checkpoint"
+    )
+    rollback.add_argument("--to", metavar="STEP", type=int, required=True, help="the checkpoint's step")
+    for command in (show, verify, pin, rollback):
+        command.add_argument(
+            "--attempt",
+            type=int,
+            help="whose checkpoint, if several attempts have one of this step; else what a restart would take",
+        )
     return parser
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from objckpt import config
 from objckpt.commit import Run
-from objckpt.errors import ConfigError, ObjckptError
-from objckpt.manifest import Entry, Save, Version
+from objckpt.errors import CheckpointNotFoundError, ConfigError, ObjckptError
+from objckpt.manifest import Entry, Save, Version, encode_policy
 from objckpt.retention import line, retain
 from objckpt.store import open_store
 
@@ -37,6 +37,22 @@ def open_run(said: argparse.Namespace) -> tuple[Run, Version]:
     return run, run.existing()
 
 
+def chosen(run: Run, version: Version, step: int, attempt: int | None) -> Entry:
+    """The checkpoint of ``step``: as ``restore`` chooses, the one on the line of ``head``, else the newest attempt's."""
+    found = {
+        e.save: e for e in version.kept if e.save.step == step and attempt in (None, int(e.save.attempt))
+    }
+    if not found:
+        there = ", ".join(
+            f"{e.save.step} (attempt {e.save.attempt})" for e in sorted(version.kept, key=lambda e: e.save)
+        )
+        wanted = f"step {step}" + ("" if attempt is None else f" by attempt {attempt}")
+        raise CheckpointNotFoundError(
+            f"{run.store.uri} has no checkpoint of {wanted}; it has {there or 'none'}"
+        )
+    return found[next((save for save in line(version.head, version.kept) if save in found), max(found))]
+
+
 def run_document(run: Run, version: Version) -> Document:
     """What the newest version says of the run itself."""
     return {
@@ -48,7 +64,7 @@ def run_document(run: Run, version: Version) -> Document:
         "launch": version.launch,
         "finished": version.launch is None,
         "world_size": version.world_size,
-        "policy": {"keep": version.policy.keep, "lag": version.policy.lag},
+        "policy": encode_policy(version.policy),
         "head": save_document(version.head),
     }
 
@@ -65,6 +81,7 @@ def checkpoint_document(version: Version, entry: Entry) -> Document:
         "head": entry.save == version.head,
         "aside": entry.save not in line(version.head, version.kept),
         "pinned": entry.pinned,
+        "metrics": dict(entry.metrics),
         "bases": [save_document(base) for base in entry.bases],
     }
 

@@ -7,12 +7,9 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from objckpt.cli.run import Document, checkpoint_document, open_run, run_document
+from objckpt.cli.run import Document, checkpoint_document, chosen, open_run, run_document
 from objckpt.cli.tables import print_run, ranks, shown, size, spelled, table, when
-from objckpt.commit import Contents, Run
-from objckpt.errors import CheckpointNotFoundError
-from objckpt.manifest import Entry, Version
-from objckpt.retention import line
+from objckpt.commit import Contents
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +20,7 @@ _PREVIEW: Final = 60  # characters of a plain value
 def find(said: argparse.Namespace) -> Document:
     """The checkpoint of the step that was named."""
     run, version = open_run(said)
-    entry = _entry(run, version, said.step, said.attempt)
+    entry = chosen(run, version, said.step, said.attempt)
     contents = run.contents(entry)
     return {
         **run_document(run, version),
@@ -44,20 +41,6 @@ def find(said: argparse.Namespace) -> Document:
         "tensors": list(_tensors(contents)),
         "state": list(_state(contents.records[0].values, contents.records[0].rank_values)),
     }
-
-
-def _entry(run: Run, version: Version, step: int, attempt: int | None) -> Entry:
-    """The checkpoint of ``step``: as ``restore`` chooses, the one on the line of ``head``, else the newest attempt's."""
-    found = {
-        e.save: e for e in version.kept if e.save.step == step and attempt in (None, int(e.save.attempt))
-    }
-    if not found:
-        there = ", ".join(spelled(e.save, None) for e in sorted(version.kept, key=lambda e: e.save))
-        wanted = f"step {step}" + ("" if attempt is None else f" by attempt {attempt}")
-        raise CheckpointNotFoundError(
-            f"{run.store.uri} has no checkpoint of {wanted}; it has {there or 'none'}"
-        )
-    return found[next((save for save in line(version.head, version.kept) if save in found), max(found))]
 
 
 def _reference(reference: Any) -> Document:

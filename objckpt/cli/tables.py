@@ -41,13 +41,25 @@ def rendered(render: Render, document: Document) -> str:
 def print_run(console: Console, found: Document) -> None:
     """Two lines about the run."""
     launch = "finished" if found["finished"] else f"launch {shown(found['launch'])}"
-    keep, lag = found["policy"]["keep"], found["policy"]["lag"]
-    kept = "all" if keep is None else f"{keep}{f' + {lag}' if lag else ''}"
+    rules, lag = found["policy"]["keep"], found["policy"]["lag"]
+    kept = ", ".join(_rule(rule, lag) for rule in rules) or "all"
     console.print(f"run {shown(found['run'])} at {shown(found['uri'])}")
     console.print(
         f"attempt {found['attempt']}, {launch}; {ranks(found['world_size'])}; keeps {kept}; version {found['version']} "
         f"({shown(found['change'])})"
     )
+
+
+def _rule(rule: Document, lag: int) -> str:
+    match rule["rule"]:
+        case "last":
+            return f"{rule['count']}{f' + {lag}' if lag else ''}"
+        case "every":
+            return f"one of every {rule['steps']} steps"
+        case "best":
+            return f"{rule['count']} of the {'lowest' if rule['mode'] == 'min' else 'highest'} {shown(rule['metric'])}"
+        case _:
+            return f"those of {rule['days']:g} days"
 
 
 def table(*columns: str) -> Table:

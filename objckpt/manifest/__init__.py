@@ -10,7 +10,14 @@ Called by ``commit`` and ``retention`` (versions, indexes), ``uploader`` (rank r
 from __future__ import annotations
 
 from objckpt.manifest.decode import decode_group, decode_index, decode_record, decode_version
-from objckpt.manifest.encode import encode_group, encode_index, encode_record, encode_version
+from objckpt.manifest.encode import (
+    encode_group,
+    encode_index,
+    encode_policy,
+    encode_record,
+    encode_version,
+    seal,
+)
 from objckpt.manifest.keys import (
     BLOCK_SIZE,
     GROUP_SIZE,
@@ -42,6 +49,11 @@ from objckpt.manifest.records import (
     Entry,
     GroupRecord,
     Index,
+    Keep,
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLast,
     Piece,
     Policy,
     RankRecord,
@@ -60,6 +72,11 @@ __all__ = [
     "Entry",
     "GroupRecord",
     "Index",
+    "Keep",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "KeepLast",
     "Piece",
     "Policy",
     "Rank",
@@ -75,6 +92,7 @@ __all__ = [
     "decode_version",
     "encode_group",
     "encode_index",
+    "encode_policy",
     "encode_record",
     "encode_version",
     "folder_prefix",
@@ -89,6 +107,7 @@ __all__ = [
     "record_key",
     "records_prefix",
     "save_of",
+    "seal",
     "version_key",
     "version_of",
 ]

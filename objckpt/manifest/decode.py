@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from awscrt.checksums import crc64nvme
 
 from objckpt.errors import CorruptCheckpointError, FormatVersionError
 from objckpt.manifest.keys import (
@@ -28,6 +30,11 @@ from objckpt.manifest.records import (
     Entry,
     GroupRecord,
     Index,
+    Keep,
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLast,
     Piece,
     Policy,
     RankRecord,
@@ -39,6 +46,11 @@ from objckpt.manifest.records import (
 _LIMIT: Final = 1 << 63
 #: Up to here a number in seconds is the same whether it is read as an integer or not.
 _EXACT: Final = 1 << 53
+#: The end of a record: the CRC-64/NVME of all bytes before it. From this format version on, every record has it.
+_SEAL: Final = re.compile(rb',"crc64":"([0-9a-f]{16})"}\n')
+_MODES: Final[dict[str, Literal["min", "max"]]] = {"min": "min", "max": "max"}
+_SEAL_SIZE: Final = 29
+_SEALED_SINCE: Final = 2
 
 
 class _Reader:
@@ -63,6 +75,9 @@ class _Reader:
             raise self.bad(f"field {name!r} is missing")
         return self._body[name]
 
+    def names(self) -> list[str]:
+        return list(self._body)
+
     def integer(self, name: str, low: int = 0) -> int:
         value = self.raw(name)
         if type(value) is not int or not low <= value < _LIMIT:
@@ -74,6 +89,15 @@ class _Reader:
         if type(value) not in (int, float) or not -_EXACT <= value <= _EXACT:
             raise self.bad(f"field {name!r} is {value!r:.80}, not a number")
         return float(value)
+
+    def finite(self, name: str) -> float:
+        value = self.raw(name)
+        try:
+            if type(value) in (int, float):
+                return float(value)
+        except OverflowError:
+            pass
+        raise self.bad(f"field {name!r} is {value!r:.80}, not a number")
 
     def text(self, name: str) -> str:
         value = self.raw(name)
@@ -124,6 +148,13 @@ def _finite(text: str) -> float:
 
 
 def _parse(data: bytes, kind: str, key: str) -> _Reader:
+    """A record's fields, once its bytes have been checked: before that not even its version can be believed."""
+    opened, tail = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    seal = _SEAL.fullmatch(tail)
+    if seal is not None and crc64nvme(opened) != int(seal[1], 16):
+        raise CorruptCheckpointError(
+            f"{key} is damaged: its bytes have the CRC-64 {crc64nvme(opened):016x}, not {seal[1].decode()}. It was not used."
+        )
     try:
         reader = _Reader(json.loads(data, parse_constant=_finite, parse_float=_finite), key)
     except (ValueError, RecursionError) as error:
@@ -139,6 +170,8 @@ def _parse(data: bytes, kind: str, key: str) -> _Reader:
             f"{key} has format version {version}; this objckpt reads up to {FORMAT_VERSION}. "
             f"It was written by a newer objckpt: upgrade objckpt to read it."
         )
+    if seal is None and version >= _SEALED_SINCE:
+        raise reader.bad("it does not end with its checksum")
     return reader
 
 
@@ -147,12 +180,11 @@ def decode_version(data: bytes, number: int) -> Version:
     r = _parse(data, "manifest", version_key(number))
     if r.integer("number", 1) != number:
         raise r.bad(f"it says that it is version {r.raw('number')}")
-    policy = r.child("policy")
-    keep = None if policy.raw("keep") is None else policy.integer("keep", 1)
+    written = r.integer("version", 1)
     superseded = r.array("superseded")
     if any(type(s) is not str for s in superseded):
         raise r.bad("'superseded' is no array of launch ids")
-    kept = tuple(_entry(e) for e in r.children("kept"))
+    kept = tuple(_entry(e, written) for e in r.children("kept"))
     version = Version(
         number=number,
         change=r.text("change"),
@@ -161,7 +193,7 @@ def decode_version(data: bytes, number: int) -> Version:
         launch=None if r.raw("launch") is None else r.text("launch"),
         nonce=r.text("nonce"),
         world_size=r.integer("world_size", 1),
-        policy=Policy(keep, policy.integer("lag")),
+        policy=_policy(r.child("policy"), written),
         superseded=tuple(superseded),
         head=r.save_or_none("head"),
         kept=kept,
@@ -171,7 +203,37 @@ def decode_version(data: bytes, number: int) -> Version:
     return version
 
 
-def _entry(e: _Reader) -> Entry:
+def _policy(p: _Reader, written: int) -> Policy:
+    """A policy of format version ``written``: up to 1 it was one number, or null."""
+    if written >= _SEALED_SINCE:
+        return Policy(tuple(_rule(rule) for rule in p.children("keep")), p.integer("lag"))
+    return Policy(() if p.raw("keep") is None else (KeepLast(p.integer("keep", 1)),), p.integer("lag"))
+
+
+def _rule(r: _Reader) -> Keep:
+    match r.text("rule"):
+        case "last":
+            return KeepLast(r.integer("count", 1))
+        case "every":
+            return KeepEvery(r.integer("steps", 1))
+        case "best":
+            mode = _MODES.get(r.text("mode"))
+            if mode is None:
+                raise r.bad(f"its mode is {r.raw('mode')!r:.80}, not 'min' or 'max'")
+            return KeepBest(r.text("metric"), r.integer("count", 1), mode)
+        case "for":
+            return KeepFor(r.number("days"))
+        case other:
+            raise r.bad(
+                f"the rule {other!r:.80} is not known: objckpt drops nothing by a policy that it does not understand"
+            )
+
+
+def _metrics(m: _Reader) -> tuple[tuple[str, float], ...]:
+    return tuple((name, m.finite(name)) for name in m.names())
+
+
+def _entry(e: _Reader, written: int) -> Entry:
     if type(e.raw("pinned")) is not bool:
         raise e.bad("'pinned' is no boolean")
     save, index = e.save(), e.reference("index")
@@ -186,6 +248,7 @@ def _entry(e: _Reader) -> Entry:
         index=index,
         bases=tuple(b.save() for b in e.children("bases")),
         pinned=e.raw("pinned"),
+        metrics=_metrics(e.child("metrics")) if written >= _SEALED_SINCE else (),
     )
 
 

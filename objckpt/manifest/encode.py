@@ -5,8 +5,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from awscrt.checksums import crc64nvme
+
 from objckpt.manifest.keys import Save
-from objckpt.manifest.records import FORMAT_VERSION, GroupRecord, Index, Piece, RankRecord, Reference, Version
+from objckpt.manifest.records import (
+    FORMAT_VERSION,
+    GroupRecord,
+    Index,
+    Keep,
+    KeepBest,
+    KeepEvery,
+    KeepFor,
+    KeepLast,
+    Piece,
+    Policy,
+    RankRecord,
+    Reference,
+    Version,
+)
 
 
 def _dump(kind: str, body: dict[str, Any]) -> bytes:
@@ -15,7 +31,12 @@ def _dump(kind: str, body: dict[str, Any]) -> bytes:
         separators=(",", ":"),
         allow_nan=False,
     )
-    return text.encode() + b"\n"
+    return seal(text.encode().removesuffix(b"}"))
+
+
+def seal(opened: bytes) -> bytes:
+    """A record, given its bytes up to the last field: that one is the CRC-64/NVME of all bytes before it."""
+    return opened + b',"crc64":"%016x"}\n' % crc64nvme(opened)
 
 
 def _hex(crc: int) -> str:
@@ -30,6 +51,23 @@ def _reference(ref: Reference) -> dict[str, Any]:
     return {"key": ref.key, "size": ref.size, "crc64": _hex(ref.crc64)}
 
 
+def encode_policy(policy: Policy) -> dict[str, Any]:
+    """A policy as it stands in versions."""
+    return {"keep": [_rule(rule) for rule in policy.keep], "lag": policy.lag}
+
+
+def _rule(rule: Keep) -> dict[str, Any]:
+    match rule:
+        case KeepLast(count):
+            return {"rule": "last", "count": count}
+        case KeepEvery(steps):
+            return {"rule": "every", "steps": steps}
+        case KeepBest(metric, count, mode):
+            return {"rule": "best", "metric": metric, "count": count, "mode": mode}
+        case KeepFor(days):
+            return {"rule": "for", "days": days}
+
+
 def encode_version(v: Version) -> bytes:
     """The bytes of a version."""
     return _dump(
@@ -42,7 +80,7 @@ def encode_version(v: Version) -> bytes:
             "launch": v.launch,
             "nonce": v.nonce,
             "world_size": v.world_size,
-            "policy": {"keep": v.policy.keep, "lag": v.policy.lag},
+            "policy": encode_policy(v.policy),
             "superseded": list(v.superseded),
             "head": _save(v.head),
             "kept": [
@@ -55,6 +93,7 @@ def encode_version(v: Version) -> bytes:
                     "index": _reference(e.index),
                     "bases": [_save(b) for b in e.bases],
                     "pinned": e.pinned,
+                    "metrics": {name: float(value) for name, value in e.metrics},
                 }
                 for e in v.kept
             ],

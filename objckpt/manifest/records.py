@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from objckpt.manifest.keys import Attempt, Rank, Save, Step
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
@@ -97,7 +97,10 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint as a version lists it. ``parent`` is the head it was committed on; ``nbytes`` its shards' bytes."""
+    """A checkpoint as a version lists it. ``parent`` is the head it was committed on; ``nbytes`` its shards' bytes.
+
+    ``metrics`` are the numbers of its metadata, which :class:`KeepBest` compares without a look into the index.
+    """
 
     save: Save
     parent: Save | None
@@ -107,13 +110,51 @@ class Entry:
     index: Reference
     bases: tuple[Save, ...] = ()
     pinned: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast:
+    """Keep the newest ``count`` checkpoints."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery:
+    """Keep the first checkpoint of every ``steps`` steps: of 0 to ``steps - 1``, of ``steps`` to ``2 * steps - 1``, and so on."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keep the ``count`` checkpoints whose metadata has the lowest (``mode="max"``: highest) number ``metric``. One without it is none
+    of the best; of equals the newer one is.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFor:
+    """Keep what was saved within so many ``days`` before the newest checkpoint was."""
+
+    days: float
+
+
+Keep: TypeAlias = "KeepLast | KeepEvery | KeepBest | KeepFor"
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Retention: ``keep`` checkpoints along the line of parents (None keeps all), and ``lag`` more (the number of slots)."""
+    """Retention along the line of parents: what any rule of ``keep`` keeps stays (without rules: all), and the newest ``lag`` (the number
+    of slots) more than :class:`KeepLast` says.
+    """
 
-    keep: int | None = None
+    keep: tuple[Keep, ...] = ()
     lag: int = 2
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "Spool",
     "choose",
     "clear_earlier_boots",
+    "clear_unused",
     "file_system",
     "hashed",
     "root",
@@ -59,6 +60,7 @@ _LOCK: Final = "lock"
 _LOG: Final = "uploader.log"
 _NEW: Final = ".new-"
 _PROGRESS: Final = "progress"
+_CRC_SIZE: Final = 17  # of the first line of a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,11 @@ def hashed(journal: Journal, crc64: tuple[int, ...]) -> RankRecord:
     return replace(journal.record, objects=(replace(obj, crc64=crc64),))
 
 
+def _checksum(content: bytes) -> bytes:
+    """The first line of a journal: the CRC-64/NVME of all that follows."""
+    return b"%016x\n" % crc64nvme(content)
+
+
 class Spool:
     """One spool: a directory with slots, a journal for each save that lies in one, and the uploader's marks.
 
@@ -103,9 +110,19 @@ class Spool:
     @classmethod
     def create(cls, where: Path) -> Spool:
         """A new spool, under a name that no scan looks at until its uploader holds the lock."""
-        path = where / f"{_NEW}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
-        return cls(path)
+        while True:
+            path = where / f"{_NEW}{secrets.token_hex(8)}"
+            path.mkdir(mode=0o700)
+            try:
+                spool = cls(path)
+            except SpoolError:
+                if path.exists():
+                    raise
+                continue
+            fcntl.flock(spool.directory, fcntl.LOCK_SH)  # says that somebody lives who means to use it
+            if path.exists():
+                return spool
+            spool.close()  # an adoption took it for what a dead process left, before we held it
 
     def make_slots(self, count: int, capacity: int, *, anywhere: bool = False) -> list[Slot]:
         """``count`` slots of ``capacity`` bytes: files of this spool or, if ``anywhere``, memory where the spool has no room.
@@ -216,18 +233,20 @@ class Spool:
 
     def _journal(self, name: str) -> Journal:
         data = self._read(name)
+        crc64, content = data[:_CRC_SIZE], data[_CRC_SIZE:]
+        if crc64 != _checksum(content):
+            raise CorruptCheckpointError(
+                f"{self.path}/{name} is damaged: its bytes have the CRC-64 {_checksum(content)!r}, not {crc64!r}"
+            )
         try:
-            head, _, body = data.partition(b"\n")
+            head, _, body = content.partition(b"\n")
             fields = json.loads(head)
             slot, attempt, step, rank = (int(fields[k]) for k in ("slot", "attempt", "step", "rank"))
-            crc64 = int(fields["crc64"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CorruptCheckpointError(f"{self.path}/{name} is no journal: {error!r}") from error
-        if crc64nvme(body) != crc64:
-            raise CorruptCheckpointError(
-                f"{self.path}/{name} is damaged: CRC-64 {crc64nvme(body):016x}, not {crc64:016x}"
-            )
         save = Save(Attempt(attempt), Step(step))
+        if name != f"save-{save}.json":
+            raise CorruptCheckpointError(f"{self.path}/{name} is the journal of save {save}")
         return Journal(slot, decode_record(body, save, Rank(rank)))
 
     def journal(self, save: Save) -> Journal:
@@ -242,9 +261,10 @@ class Spool:
             "attempt": record.save.attempt,
             "step": record.save.step,
             "rank": record.rank,
-            "crc64": crc64nvme(body),  # the values of the state lie in no other checked place
         }
-        self._write(f"save-{record.save}.json", json.dumps(head).encode() + b"\n" + body)
+        content = json.dumps(head).encode() + b"\n" + body
+        # Which slot it is and the values of the state lie in no other checked place.
+        self._write(f"save-{record.save}.json", _checksum(content) + content)
 
     def holds(self, save: Save) -> bool:
         """Whether the save's slot still has its image, and has had it so far: the journal goes before the slot is filled again."""
@@ -387,6 +407,23 @@ def scan(where: Path) -> Iterator[Spool]:
                 yield Spool(path)
             except SpoolError:
                 log.debug("%s is gone", path)
+
+
+def clear_unused(where: Path) -> None:
+    """Remove the spools below ``where`` whose makers died before an uploader had taken them. Nothing lies in them."""
+    for path in where.glob(f"{_NEW}*"):
+        try:
+            spool = Spool(path)
+        except SpoolError:
+            continue  # taken meanwhile
+        try:
+            fcntl.flock(spool.directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            spool.close()
+        else:
+            # Their directory stays: others may be about to make theirs in it. One that was published just now has another name.
+            shutil.rmtree(path, ignore_errors=True)
+            spool.close()
 
 
 def clear_earlier_boots(where: Path) -> None:

@@ -117,10 +117,14 @@ def _watch(peer: int | None) -> int | None:
     """A descriptor that becomes readable when process ``peer``, our parent, ends."""
     if peer is None:
         return None
-    process = os.pidfd_open(peer)
-    if os.getppid() != peer:  # it ended before, and its number may be another's by now
-        os.close(process)
-        end, other = os.pipe()
-        os.close(other)
-        return end
-    return process
+    try:
+        process = os.pidfd_open(peer)
+    except ProcessLookupError:
+        log.debug("process %d has ended before it could be watched", peer)
+    else:
+        if os.getppid() == peer:
+            return process
+        os.close(process)  # it ended before, and its number is another's by now
+    end, other = os.pipe()
+    os.close(other)
+    return end

@@ -31,7 +31,7 @@ from objckpt.errors import (
 )
 from objckpt.manifest import GROUP_SIZE, Attempt, DataObject, Rank, Save, Step, encode_record, record_key
 from objckpt.retention import prune, reap, retain
-from objckpt.spool import Journal, Spool, clear_earlier_boots, hashed, scan
+from objckpt.spool import Journal, Spool, clear_earlier_boots, clear_unused, hashed, scan
 from objckpt.store import ObjectStore, open_store
 from objckpt.store.retry import successes
 from objckpt.transfer import block_checksums, upload, verify, whole_checksum
@@ -427,6 +427,7 @@ class _Uploader:
         try:
             self._adopt_all(roots, timeout, finished, failed)
             for where in roots:
+                clear_unused(where)
                 clear_earlier_boots(where)
         except OSError as error:  # told, or the start would wait for the answer for ever
             log.exception("adoption below %s ended early", ", ".join(map(str, roots)))

@@ -43,11 +43,11 @@ def soak(seed, kills, *, weed=None, report=None, torchrun=False, only=None, tell
     directory = Path(tempfile.mkdtemp(prefix="objckpt-kills-"))
     forks = ForkServer(dict(os.environ), directory / "fork-server.log")
     try:
-        with contextlib.nullcontext(weed) if weed else SeaweedFS() as weed:
+        with contextlib.nullcontext(weed) if weed else SeaweedFS() as server:
             number = 0 if only is None else only
             while total.kills.total() < kills:
                 wanted = min(PER_TRIAL, kills - total.kills.total())
-                world = {"weed": weed, "directory": directory, "forks": forks}
+                world = {"weed": server, "directory": directory, "forks": forks}
                 total.add(Trial(seed, number, wanted, torchrun=torchrun, **world).run())
                 tell(
                     f"{total.kills.total()} kills in {total.seconds:.0f} s, {total.committed} committed, {len(total.failures)} failures"

@@ -46,7 +46,10 @@ class ForkServer:
         with self._lock:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            answer = self._process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the fork server ended with {self._process.wait(10)}")
+            return json.loads(answer)
 
     def close(self):
         self._process.stdin.close()

@@ -175,30 +175,50 @@ class Trial:
     # ---------------------------------------------------------- processes
 
     def processes(self):
-        found = []
         forked = {pid: (rank, n.number) for n in self.launches for rank, pid in n.pids.items()}
-        for path in Path("/proc").glob("[0-9]*"):
-            pid = int(path.name)
-            try:
-                if pid in forked and self.forks.ended(pid) is None:  # else its number may be another's
-                    if (path / "cmdline").read_bytes():  # else it has ended just now
-                        found.append(Process(pid, TRAINER, *forked[pid]))
-                    continue
-                environment = (path / "environ").read_bytes()
-                if f"KILL_LAUNCH={self.tag}/".encode() not in environment:
-                    continue
-                command = (path / "cmdline").read_bytes()
-            except OSError:
-                continue  # it ended meanwhile
-            said = dict(line.partition(b"=")[::2] for line in environment.split(b"\0"))
-            number = int(said[b"KILL_LAUNCH"].rpartition(b"/")[2])
-            if b"objckpt.uploader" in command:
-                found.append(Process(pid, UPLOADER, int(said[b"RANK"]), number))
-            elif b"torch.distributed.run" in command or b"RANK" not in said:
-                found.append(Process(pid, LAUNCHER, None, number))
-            else:
-                found.append(Process(pid, TRAINER, int(said[b"RANK"]), number))
-        return found
+        numbers = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        return [found for pid in numbers if (found := self.look(pid, forked.get(pid)))]
+
+    def look(self, pid, forked):
+        """The process of that number, if it is ours; ``forked`` is rank and launch of a rank that once had it."""
+        path = Path(f"/proc/{pid}")
+        try:
+            if forked and self.forks.ended(pid) is None:  # else its number may be another's
+                return Process(pid, TRAINER, *forked) if (path / "cmdline").read_bytes() else None
+            environment = (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes()
+        except OSError:
+            return None  # it ended meanwhile, or is another user's
+        said = dict(line.partition(b"=")[::2] for line in environment.split(b"\0"))
+        tag, _, number = said.get(b"KILL_LAUNCH", b"").decode().rpartition("/")
+        if tag != self.tag:
+            return None
+        if b"objckpt.uploader" in command:
+            return Process(pid, UPLOADER, int(said[b"RANK"]), int(number))
+        if b"RANK" not in said:
+            return Process(pid, LAUNCHER, None, int(number))
+        return Process(pid, TRAINER, int(said[b"RANK"]), int(number))
+
+    def send(self, process, which):
+        """False if it has ended. Its number is not trusted: another's it may be by now."""
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            forked = (process.rank, process.launch)
+            same = self.look(
+                process.pid,
+                forked if process.pid in self.launches[process.launch - 1].pids.values() else None,
+            )
+            if same != process:
+                return False
+            signal.pidfd_send_signal(descriptor, which)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
     def kill(self, which):
         """SIGKILL until none of them is left: one may be born while we look. Returns how many there were."""
@@ -206,12 +226,7 @@ class Trial:
         deadline = time.monotonic() + PATIENCE
         while victims := [p for p in self.processes() if which(p)]:
             self.chance.shuffle(victims)
-            for victim in victims:
-                try:
-                    os.kill(victim.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                killed.add(victim.pid)
+            killed.update(victim.pid for victim in victims if self.send(victim, signal.SIGKILL))
             if time.monotonic() > deadline:
                 raise TrialError(f"processes cannot be killed: {victims}")
         return len(killed)
@@ -275,7 +290,7 @@ class Trial:
         """Send it to all processes of a launch."""
         for process in self.processes():
             if process.launch == launch.number:
-                os.kill(process.pid, which)
+                self.send(process, which)
 
     def codes(self, launch):
         """Exit codes by rank (of the launcher, under torchrun); None while it runs."""

@@ -6,6 +6,7 @@ A report is written after every trial, so that an interrupted soak counts as far
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -36,17 +37,17 @@ COLUMNS = [
 COLUMNS += ["losses", "corrupt loads", "processes left", "orphans left"]
 
 
-def soak(seed, kills, *, report=None, torchrun=False, only=None, tell=print):
-    """Trials of 20 kills each on a SeaweedFS of its own, ``only`` that one if given. Returns their sum."""
+def soak(seed, kills, *, weed=None, report=None, torchrun=False, only=None, tell=print):
+    """Trials of 20 kills each, ``only`` that one if given, on ``weed`` or a SeaweedFS of its own. Returns their sum."""
     total = Report()
     directory = Path(tempfile.mkdtemp(prefix="objckpt-kills-"))
     forks = ForkServer(dict(os.environ), directory / "fork-server.log")
     try:
-        with SeaweedFS() as weed:
+        with contextlib.nullcontext(weed) if weed else SeaweedFS() as server:
             number = 0 if only is None else only
             while total.kills.total() < kills:
                 wanted = min(PER_TRIAL, kills - total.kills.total())
-                world = {"weed": weed, "directory": directory, "forks": forks}
+                world = {"weed": server, "directory": directory, "forks": forks}
                 total.add(Trial(seed, number, wanted, torchrun=torchrun, **world).run())
                 tell(
                     f"{total.kills.total()} kills in {total.seconds:.0f} s, {total.committed} committed, {len(total.failures)} failures"

@@ -10,9 +10,9 @@ KILLS = 40
 
 
 @pytest.mark.timeout(400)
-def test_whoever_is_killed_whenever_nothing_committed_is_lost_and_nothing_corrupt_is_loaded():
+def test_whoever_is_killed_whenever_nothing_committed_is_lost_and_nothing_corrupt_is_loaded(weed):
     """What it draws is a function of the seed; when exactly a kill hits is not, so a failure need not come back at once."""
-    total = soak(SEED, KILLS)
+    total = soak(SEED, KILLS, weed=weed)
     assert not total.failures, "\n".join(total.failures)
     assert total.kills.total() >= KILLS
     assert (total.losses, total.corrupt, total.processes, total.orphans) == (0, 0, 0, 0)

@@ -173,7 +173,7 @@ def test_workers_that_outlive_their_torchrun_are_fenced_by_the_next_and_end(tria
     orphaned = trial.start(0, torchrun=True, meeting=str(trial.directory / "meeting"))
     commits(trial, orphaned, 2)
     (launcher,) = [p for p in trial.processes() if p.role == LAUNCHER]
-    os.kill(launcher.pid, signal.SIGUSR1)
+    assert trial.send(launcher, signal.SIGUSR1)
     assert ended(trial, orphaned) == [-signal.SIGUSR1]
     commits(trial, orphaned, len(orphaned.all("committed")) + 4)
     roles = [p.role for p in trial.processes()]

@@ -25,7 +25,6 @@ from objckpt.commit import Run
 from objckpt.errors import (
     FENCED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     FencedError,
@@ -53,7 +52,7 @@ from objckpt.manifest import (
 from objckpt.plan import stored
 from objckpt.preemption import Notices
 from objckpt.reader import checkpoint_of, fill
-from objckpt.retention import find, line, no_such_step, retain
+from objckpt.retention import chosen, line, retain
 from objckpt.saves import Checkpoint, Saves
 from objckpt.spool import Spool, choose, roots, unhashed
 from objckpt.staging import Stager, digest, estimate, names_of
@@ -291,11 +290,7 @@ class Checkpointer:
             log.warning("left by an earlier attempt on this node: %s", text)
 
     def _find(self, step: int) -> Save:
-        version = self._run.existing()
-        entry = find(version.kept, version.head, step)
-        if entry is None:
-            raise CheckpointNotFoundError(no_such_step(self._store.uri, step, version.kept))
-        return entry.save
+        return chosen(self._store.uri, self._run.existing(), step).save
 
     def _start(self, rollback: Callable[[], Save | None]) -> Version:
         """Rank 0 creates the start version; every rank takes up its attempt."""

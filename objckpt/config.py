@@ -287,8 +287,8 @@ class Config:
     Where: ``uri`` (without a trailing slash; an absolute path has become ``file://``), ``storage_options``
     (its client's names), ``cache`` (directory of the local tier; None: the first place with room). What:
     ``interval`` (steps between two saves; None: none but the last and the preempted), ``keep`` (which
-    checkpoints: a number of the newest ones, or rules, of which any
-    keeps one; nothing said: all), ``slots`` (files of the local tier per rank), ``when_full`` (no slot is free: ``wait`` for one
+    checkpoints: a number of the newest ones, or rules, of which any keeps one; nothing said: all), ``slots``
+    (files of the local tier per rank), ``when_full`` (no slot is free: ``wait`` for one
     or ``skip`` the save), ``rng`` (save and restore the random states), ``max_failed_saves`` (in a row,
     before training stops). How long, in seconds: ``adopt_timeout`` (a start gives up an earlier attempt's live
     uploader on this node that has not got on for so long), ``agree_timeout`` (``save`` waits for the other ranks), ``save_timeout`` (a

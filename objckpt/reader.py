@@ -19,7 +19,7 @@ from objckpt.config import Tuning
 from objckpt.errors import CheckpointNotFoundError
 from objckpt.manifest import DataObject, Entry, Piece
 from objckpt.plan import reads, stored
-from objckpt.retention import find, no_such_step, retain
+from objckpt.retention import chosen, retain
 from objckpt.saves import Checkpoint
 from objckpt.state import tensor_memory
 from objckpt.store import ObjectStore, open_store
@@ -118,7 +118,4 @@ class Reader:
             entry = version.entry(version.head)
             assert entry is not None  # decode_version has checked it
             return entry
-        entry = find(version.kept, version.head, step)
-        if entry is None:
-            raise CheckpointNotFoundError(no_such_step(self._store.uri, step, version.kept))
-        return entry
+        return chosen(self._store.uri, version, step)

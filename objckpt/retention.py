@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from objckpt.commit import Run
-from objckpt.errors import StoreNotFoundError, StorePermissionError
+from objckpt.errors import CheckpointNotFoundError, StoreNotFoundError, StorePermissionError
 from objckpt.manifest import (
     MANIFEST_PREFIX,
     Attempt,
@@ -101,19 +101,30 @@ def line(head: Save | None, kept: tuple[Entry, ...]) -> list[Save]:
     return ancestors
 
 
-def find(kept: Iterable[Entry], head: Save | None, step: int) -> Entry | None:
-    """The checkpoint of ``step``: the one on the line of ``head`` if there are several, else the newest attempt's."""
-    entries = {e.save: e for e in kept if e.save.step == step}
-    for save in line(head, tuple(kept)):
+def find(kept: Iterable[Entry], head: Save | None, step: int, attempt: int | None = None) -> Entry | None:
+    """The checkpoint of ``step`` (by ``attempt``, if given): the one on the line of ``head`` if there are several, else the newest
+    attempt's.
+    """
+    listed = tuple(kept)
+    entries = {e.save: e for e in listed if e.save.step == step and attempt in (None, int(e.save.attempt))}
+    for save in line(head, listed):
         if save in entries:
             return entries[save]
     return entries[max(entries)] if entries else None
 
 
-def no_such_step(uri: str, step: int, kept: Iterable[Entry]) -> str:
-    """Why a step cannot be had, and which can."""
-    steps = sorted({e.save.step for e in kept})
-    return f"{uri} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}"
+def chosen(uri: str, version: Version, step: int, attempt: int | None = None) -> Entry:
+    """As :func:`find`; :class:`CheckpointNotFoundError` says which steps there are."""
+    entry = find(version.kept, version.head, step, attempt)
+    if entry is None:
+        saves = sorted(e.save for e in version.kept)
+        if attempt is None:
+            there = ", ".join(map(str, sorted({s.step for s in saves})))
+        else:
+            there = ", ".join(f"{s.step} (attempt {s.attempt})" for s in saves)
+        by = "" if attempt is None else f" by attempt {attempt}"
+        raise CheckpointNotFoundError(f"{uri} has no checkpoint of step {step}{by}; it has {there or 'none'}")
+    return entry
 
 
 def retain(kept: tuple[Entry, ...], head: Save, policy: Policy) -> tuple[Entry, ...]:

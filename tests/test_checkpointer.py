@@ -19,7 +19,7 @@ import torch
 import objckpt
 from objckpt import errors
 from objckpt.commit import Run
-from objckpt.manifest import Policy, Rank, Save, data_key, encode_version, version_key
+from objckpt.manifest import Policy, Rank, Save, data_key, encode_version, seal, version_key
 from objckpt.retention import retain
 from objckpt.saves import Saves
 from objckpt.store import open_store, read_all
@@ -236,7 +236,7 @@ def test_a_record_of_a_newer_format_says_upgrade(uri, opened):
     store = open_store(uri)
     version = runs(uri).existing()
     key = version_key(version.number + 1)
-    store.create(key, encode_version(version).replace(b'"version":1', b'"version":2', 1))
+    store.create(key, seal(encode_version(version)[:-29].replace(b'"version":2', b'"version":3', 1)))
     with pytest.raises(errors.FormatVersionError, match="upgrade objckpt"):
         opened(uri).restore(Job().state)
 

@@ -28,7 +28,7 @@ from thread_job import (
 from objckpt import retention
 from objckpt.commit import Run
 from objckpt.errors import CorruptCheckpointError, ObjckptError, StorePermissionError
-from objckpt.manifest import FORMAT_VERSION, Save, Step, index_key, save_of, version_key
+from objckpt.manifest import Save, Step, index_key, save_of, version_key
 from objckpt.retention import abort_uploads, reached, retain, survey, sweep
 from objckpt.store import open_store
 from objckpt.testing.faults import At, Crashed, Fault, FaultyStore, Nth, Rule, applies, faulty_spool
@@ -252,18 +252,7 @@ def problems(cases):
     return failed
 
 
-MISREAD = pytest.mark.xfail(
-    FORMAT_VERSION == 1,
-    reason="a record has no checksum of its own yet, and is not read again: a committer lists or passes over what it misread",
-    strict=False,
-)
-
-
-def marked(*kinds):
-    return [pytest.param(k, marks=MISREAD if k in {"flips a bit", "is cut short"} else ()) for k in kinds]
-
-
-@pytest.mark.parametrize("kind", marked(*KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_call_to_the_store_with_every_fault(tmp_path, scenario, kind):
     calls = recorded(Ticking(), tmp_path / "clean", scenario)
@@ -306,7 +295,7 @@ def second_start(inner, cache, schedule=()):
     return story
 
 
-@pytest.mark.parametrize("kind", marked(*(k for k in KINDS if KINDS[k][2] in {None, "uploader"})))
+@pytest.mark.parametrize("kind", [k for k in KINDS if KINDS[k][2] in {None, "uploader"}])
 def test_every_call_of_a_start_that_rolls_forward_with_every_fault(tmp_path, kind):
     _, _, again = KINDS[kind]
 
@@ -485,7 +474,6 @@ def test_a_sample_of_calls_and_faults_over_a_real_server(request, tmp_path, monk
         (kind, rank, number, call, schedule)
         for kind in KINDS
         for rank, number, call in calls
-        if FORMAT_VERSION > 1 or kind not in {"flips a bit", "is cut short"}  # see MISREAD
         if (schedule := rules(number, call, kind))
     ]
     cases = {

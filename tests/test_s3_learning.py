@@ -414,7 +414,7 @@ def test_a_store_without_conditions_is_told_at_create():
 def test_a_key_that_is_taken_is_told_in_any_dialect(status):
     taken = reply(status, error_body("X") if status != 304 else b"")
     there = reply(206, b"other", Content_Range="bytes 0-4/5")
-    with ScriptedServer(taken, there) as server:
+    with ScriptedServer(taken, there, there) as server:
         assert store_at(server).create("k", DATA) is False
 
 

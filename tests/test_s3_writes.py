@@ -45,14 +45,39 @@ def found(crc=CRC, size=SIZE):
     [
         ([reply(200)], True),
         ([refuse(412, "PreconditionFailed"), partial(DATA, 0, SIZE)], True),
-        ([refuse(412, "PreconditionFailed"), partial(DATA[:-1] + b"!", 0, SIZE)], False),
-        ([refuse(412, "PreconditionFailed"), partial(DATA[:-1], 0, SIZE - 1)], False),
-        ([refuse(412, "PreconditionFailed"), partial(DATA + b"!", 0, SIZE + 1)], False),
+        (
+            [
+                refuse(412, "PreconditionFailed"),
+                partial(DATA[:-1] + b"!", 0, SIZE),
+                partial(DATA[:-1] + b"!", 0, SIZE),
+            ],
+            False,
+        ),
+        (
+            [
+                refuse(412, "PreconditionFailed"),
+                partial(DATA[:-1], 0, SIZE - 1),
+                partial(DATA[:-1], 0, SIZE - 1),
+            ],
+            False,
+        ),
+        (
+            [
+                refuse(412, "PreconditionFailed"),
+                partial(DATA + b"!", 0, SIZE + 1),
+                partial(DATA + b"!", 0, SIZE + 1),
+            ],
+            False,
+        ),
+        ([refuse(412, "PreconditionFailed"), partial(b"x" * SIZE, 0, SIZE), partial(DATA, 0, SIZE)], True),
         ([refuse(412, "PreconditionFailed"), ABSENT, reply(200)], True),
         ([refuse(409, "ConditionalRequestConflict"), ABSENT, reply(200)], True),
-        ([refuse(409, "ConditionalRequestConflict"), partial(b"other", 0, 5)], False),
+        (
+            [refuse(409, "ConditionalRequestConflict"), partial(b"other", 0, 5), partial(b"other", 0, 5)],
+            False,
+        ),
         ([drop, partial(DATA, 0, SIZE)], True),
-        ([drop, partial(b"other", 0, 5)], False),
+        ([drop, partial(b"other", 0, 5), partial(b"other", 0, 5)], False),
         ([drop, ABSENT, reply(200)], True),
         # The connection of the 404 is pooled, so the next PUT is sent twice.
         ([drop, ABSENT, drop, drop, partial(DATA, 0, SIZE)], True),

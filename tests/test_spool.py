@@ -107,6 +107,29 @@ def test_a_damaged_journal_is_passed_over_loudly(where, caplog):
     assert "passed over" in caplog.text
 
 
+def test_a_journal_with_any_bit_flipped_cut_anywhere_or_of_another_save_is_refused(where):
+    spool = Spool.create(where)
+    save = record(10, b"x").save
+    spool.write_journal(1, record(10, b"x"))
+    path = spool.path / f"save-{save}.json"
+    honest = path.read_bytes()
+    damaged = [honest[:size] for size in range(len(honest))]
+    for bit in range(8 * len(honest)):
+        flipped = bytearray(honest)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(CorruptCheckpointError):
+            spool.journal(save)
+    path.write_bytes(honest)
+    assert spool.journal(save).slot == 1
+    other = record(20, b"x").save
+    path.rename(spool.path / f"save-{other}.json")
+    with pytest.raises(CorruptCheckpointError, match=f"is the journal of save {save}"):
+        spool.journal(other)
+
+
 def test_a_slot_cut_short_is_refused_before_it_is_touched(where):
     spool = Spool.create(where)
     (slot,) = spool.make_slots(1, 1 << 16)

@@ -6,6 +6,7 @@ import pytest
 
 from objckpt.errors import StoreError, StorePermissionError, StoreTransientError
 from objckpt.store.keys import bucket_key
+from objckpt.store.put_if_absent import put_if_absent
 from objckpt.store.refusals import Place, xml_text
 from objckpt.store.retry import RetryPolicy
 from objckpt.store.uploads import abort_failed, complete
@@ -79,3 +80,22 @@ def test_a_key_that_xml_cannot_hold_is_refused(character):
     assert bucket_key("s3://b", "run/", "a b+c%\u00e4") == "run/a b+c%\u00e4"
     with pytest.raises(StoreError, match="control character"):
         bucket_key("s3://b", "run/", f"a{character}b")
+
+
+@pytest.mark.parametrize(
+    ("held", "won"), [([b"mine"], True), ([b"minf", b"mine"], True), ([b"its", b"its"], False)]
+)
+def test_a_create_that_was_refused_is_lost_only_if_two_looks_say_so(held, won):
+    """One flipped bit on the way back would make two jobs of one, which never commit again."""
+
+    class Held:
+        uri, key = "s3://bucket/run", "manifest/1"
+
+        def read_back(self, _):
+            return held.pop(0)
+
+    refused = put_if_absent(
+        Held(), memoryview(b"mine"), RetryPolicy(deadline=1.0), lambda: None, lambda _: False
+    )
+    assert refused is won
+    assert not held

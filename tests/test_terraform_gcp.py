@@ -10,6 +10,7 @@ from terraform_docs import TERRAFORM, entries, parsed, resources
 from terraform_tool import MissingError, Terraform
 
 from objckpt import config
+from objckpt.manifest import KeepLast
 
 MODULE = TERRAFORM / "gcp"
 SCHEMA = json.loads((MODULE / "tests/schema.json").read_text())
@@ -168,7 +169,7 @@ def test_the_file_for_a_node_is_one_that_objckpt_reads(evaluate, tmp_path, monke
     checkpoint = {"run": "a/b", "cache": '/nvme "1"', "interval": 500, "keep": 3}
     said = loaded(evaluate(prefix="team/runs", checkpoint=checkpoint)["objckpt_toml"], tmp_path, monkeypatch)
     assert said.uri == "gs://acme-checkpoints/team/runs/a/b"
-    assert (str(said.cache), said.interval, said.keep) == ('/nvme "1"', 500, 3)
+    assert (str(said.cache), said.interval, said.keep) == ('/nvme "1"', 500, (KeepLast(3),))
 
 
 def test_the_condition_names_objects_and_lists_below_the_prefix(evaluate):

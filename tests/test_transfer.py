@@ -118,6 +118,29 @@ def test_a_flipped_bit_anywhere_is_found():
     shards.fetch()
 
 
+def test_a_bit_that_flips_on_the_way_is_read_once_more_and_one_that_flips_twice_is_told(caplog):
+    shards = Shards([[40, 9], [33]])
+    store, honest, times = shards.store, shards.store.read, {}
+
+    def flips(key, into, offset=0):
+        count = honest(key, into, offset)
+        times[key, offset] = times.get((key, offset), 0) + 1
+        if times[key, offset] <= worst:
+            into[count // 2] ^= 4
+        return count
+
+    store.read = flips
+    worst = 1
+    shards.fetch()
+    assert times
+    assert set(times.values()) == {2}
+    assert "reading it once more" in caplog.text
+    times.clear()
+    worst = 2
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        shards.fetch()
+
+
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 39, 69])
 def test_an_object_cut_short_is_told_with_its_key(size):
     shards = Shards([[70]])

@@ -488,3 +488,22 @@ def test_a_trainer_that_ended_before_its_uploader_could_watch_it_is_gone_and_wha
         assert uploader.receive(20) == {"op": "open"}
         assert uploader.receive(20) == {"op": "gone"}
     uploader.close()
+
+
+def test_a_channel_that_is_closed_leaves_no_thread_behind():
+    """A socket that is closed while it is waited for wakes nobody: its number is gone from the kernel's list."""
+    before = set(threading.enumerate())
+    for _ in range(200):
+        ours, theirs = map(Channel, socket.socketpair())
+        ours.listen()
+        theirs.listen()
+        assert ours.send({"op": "open"})
+        assert theirs.receive(20) == {"op": "open"}
+        ours.close()
+        assert theirs.receive(20) == {"op": "gone"}
+        assert ours.receive(20) == {"op": "gone"}
+        assert not theirs.send({"op": "late"})
+        theirs.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()

@@ -1,6 +1,6 @@
 """What is left of an old attempt changes nothing that anyone resumes from, and ends: frozen and thawed, orphaned, or started at once.
 
-Two ranks each, with their uploaders, on a real server; a gate in front of it holds what is to be on its way when the freeze comes.
+Two ranks each, with their uploaders, on a real server; a proxy in front of it holds what is to be on its way when the freeze comes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import signal
 
 import pytest
 from fork_server import ForkServer
-from gate import Gate
 from kills import LAUNCHER, RANKS, TRAINER, UPLOADER, Trial
 from protocol import run_of
 
 from objckpt.errors import FENCED_EXIT_CODE
 from objckpt.manifest import save_of
 from objckpt.store import read_all
+from objckpt.testing.proxy import FaultProxy, Harm, Trouble
 
 FENCED = [FENCED_EXIT_CODE] * 2
 
@@ -38,6 +38,11 @@ def trial(weed, forks, tmp_path):
     made.kill(lambda p: True)
 
 
+def held(pattern, **more):
+    """All such requests from now on stand still."""
+    return Trouble(Harm.HOLD, b"^" + pattern, times=None, **more)
+
+
 def commits(trial, launch, count):
     trial.until(lambda: len(launch.all("committed")) >= count, f"{count} commits of launch {launch.number}")
 
@@ -57,10 +62,10 @@ def reachable(trial):
 
 def leave_a_half_save(trial, weed):
     """For the next attempt to delete: a shard of rank 0 where that of rank 1 never came, and their node is gone."""
-    with Gate(weed.endpoint_url) as gate:
-        launch = trial.start(0, options={**weed.storage_options, "endpoint_url": gate.endpoint_url})
+    with FaultProxy(weed.endpoint_url) as gate:
+        launch = trial.start(0, options={**weed.storage_options, "endpoint_url": gate.url})
         commits(trial, launch, 1)
-        gate.hold(r"PUT \S+/data/01/", 1 << 16)
+        gate.arm(held(rb"PUT \S+/data/01/", after=1 << 16))
         assert gate.held.wait(60)
         shards = [f"data/{rank:02}/" for rank in RANKS]
         trial.until(
@@ -75,10 +80,10 @@ def leave_a_half_save(trial, weed):
 @pytest.mark.parametrize(
     ("pattern", "passing"),
     [
-        (r"PUT \S+/data/", 1 << 20),
-        (r"PUT \S+/records/", 0),
-        (r"PUT \S+/manifest/", 0),
-        (r"POST \S+delete", 0),
+        (rb"PUT \S+/data/", 1 << 20),
+        (rb"PUT \S+/records/", 0),
+        (rb"PUT \S+/manifest/", 0),
+        (rb"POST \S+delete", 0),
     ],
     ids=["a shard", "a record", "a version", "a delete"],
 )
@@ -86,17 +91,17 @@ def test_an_attempt_that_was_frozen_in_the_middle_of_a_request_is_fenced_and_cha
     trial, weed, pattern, passing
 ):
     trial.width = 1400 if passing else 256  # then a rank's shard takes three parts
-    if "delete" in pattern:
+    if b"delete" in pattern:
         trial.interval = 50  # an uploader deletes between saves
         leave_a_half_save(trial, weed)
-    with Gate(weed.endpoint_url) as gate:
-        options = {**weed.storage_options, "endpoint_url": gate.endpoint_url}
-        if "delete" in pattern:
-            gate.hold(pattern, skip=1)  # the first one is the start's probe
+    with FaultProxy(weed.endpoint_url) as gate:
+        options = {**weed.storage_options, "endpoint_url": gate.url}
+        if b"delete" in pattern:
+            gate.arm(held(pattern, nth=2))  # the first one is the start's probe
         zombie = trial.start(0, options=options)
         commits(trial, zombie, 1)
-        if "delete" not in pattern:
-            gate.hold(pattern, passing)
+        if b"delete" not in pattern:
+            gate.arm(held(pattern, after=passing))
         assert gate.held.wait(60), "the request came"
         trial.signal(zombie, signal.SIGSTOP)
         roles = [p.role for p in trial.processes()]

@@ -287,6 +287,9 @@ class Job:
             for slot in rank.saves._slots:
                 with contextlib.suppress(OSError):
                     slot.close()
+                # Thousands of jobs live in this process, and no tensor views their slots.
+                slot.view.release()
+                slot._map.close()
             with contextlib.suppress(OSError):
                 rank.saves._spool.close()
 

@@ -1,9 +1,9 @@
 """The command line: what a run's bucket holds, as tables for people and as JSON for scripts, and the few changes that people make.
 
-Invariants: a job notices no command but ``rollback``, which fences it; only ``gc`` deletes, and only what nothing reaches; ``verify``
-ends with 1 if anything is damaged;
-tables and JSON are made from one document; what cannot be done is told in one line on stderr, with exit code 1 (2 for wrong usage);
-torch is never loaded, and what takes its time to load (a command, a cloud's client, rich) is loaded by those who need it.
+Invariants: a job notices no command but ``rollback``, which fences it; only ``gc`` deletes, and only what nothing reaches; tables and
+JSON are made from one document; what cannot be done is told in one line on stderr, with exit code 1 (2 for wrong usage), and ``verify``
+ends with 1 too if anything is damaged; torch is never loaded, and what takes its time to load (a command, a cloud's client, rich) is
+loaded by those who need it.
 
 The console script ``objckpt`` calls :func:`main`. Each command is a module with a ``find``, which makes the document from what was said,
 and a ``render``, which shows it to people.

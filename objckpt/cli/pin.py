@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from objckpt.cli.run import Document, checkpoint_document, chosen, open_run, run_document
+from objckpt.cli.run import Document, checkpoint_document, open_run, run_document
 from objckpt.cli.tables import print_run, spelled
+from objckpt.retention import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def find(said: argparse.Namespace) -> Document:
     """The run after the change, and the checkpoint."""
     run, version = open_run(said)
-    entry = chosen(run, version, said.step, said.attempt)
+    entry = chosen(run.store.uri, version, said.step, said.attempt)
     after = run.pin(entry.save, pinned=not said.undo)
     changed = after.entry(entry.save)
     assert changed is not None  # it was pinned in this version

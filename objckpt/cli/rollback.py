@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from objckpt.cli.run import Document, checkpoint_document, chosen, open_run, run_document
+from objckpt.cli.run import Document, checkpoint_document, open_run, run_document
 from objckpt.cli.tables import print_run, spelled
-from objckpt.retention import line
+from objckpt.retention import chosen, line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def find(said: argparse.Namespace) -> Document:
     """The run after the rollback, and the checkpoints that it left aside."""
     run, version = open_run(said)
-    entry = chosen(run, version, said.to, said.attempt)
+    entry = chosen(run.store.uri, version, said.to, said.attempt)
     after = run.rollback(entry.save)
     along = line(after.head, after.kept)
     return {

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from objckpt import config
 from objckpt.commit import Run
-from objckpt.errors import CheckpointNotFoundError, ConfigError, ObjckptError
+from objckpt.errors import ConfigError, ObjckptError
 from objckpt.manifest import Entry, Save, Version, encode_policy
 from objckpt.retention import line, retain
 from objckpt.store import open_store
@@ -35,22 +35,6 @@ def open_run(said: argparse.Namespace) -> tuple[Run, Version]:
         ) from error
     run = Run(store, retain=retain)
     return run, run.existing()
-
-
-def chosen(run: Run, version: Version, step: int, attempt: int | None) -> Entry:
-    """The checkpoint of ``step``: as ``restore`` chooses, the one on the line of ``head``, else the newest attempt's."""
-    found = {
-        e.save: e for e in version.kept if e.save.step == step and attempt in (None, int(e.save.attempt))
-    }
-    if not found:
-        there = ", ".join(
-            f"{e.save.step} (attempt {e.save.attempt})" for e in sorted(version.kept, key=lambda e: e.save)
-        )
-        wanted = f"step {step}" + ("" if attempt is None else f" by attempt {attempt}")
-        raise CheckpointNotFoundError(
-            f"{run.store.uri} has no checkpoint of {wanted}; it has {there or 'none'}"
-        )
-    return found[next((save for save in line(version.head, version.kept) if save in found), max(found))]
 
 
 def run_document(run: Run, version: Version) -> Document:

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from objckpt.cli.run import Document, checkpoint_document, chosen, open_run, run_document
+from objckpt.cli.run import Document, checkpoint_document, open_run, run_document
 from objckpt.cli.tables import print_run, ranks, shown, size, spelled, table, when
 from objckpt.commit import Contents
+from objckpt.retention import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ _PREVIEW: Final = 60  # characters of a plain value
 def find(said: argparse.Namespace) -> Document:
     """The checkpoint of the step that was named."""
     run, version = open_run(said)
-    entry = chosen(run, version, said.step, said.attempt)
+    entry = chosen(run.store.uri, version, said.step, said.attempt)
     contents = run.contents(entry)
     return {
         **run_document(run, version),

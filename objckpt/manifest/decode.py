@@ -46,11 +46,12 @@ from objckpt.manifest.records import (
 _LIMIT: Final = 1 << 63
 #: Up to here a number in seconds is the same whether it is read as an integer or not.
 _EXACT: Final = 1 << 53
-#: The end of a record: the CRC-64/NVME of all bytes before it. From this format version on, every record has it.
+#: The end of a record: the CRC-64/NVME of all bytes before it.
 _SEAL: Final = re.compile(rb',"crc64":"([0-9a-f]{16})"}\n')
-_MODES: Final[dict[str, Literal["min", "max"]]] = {"min": "min", "max": "max"}
 _SEAL_SIZE: Final = 29
-_SEALED_SINCE: Final = 2
+#: The format version from which on records have it, entries metrics, and policies rules.
+_SECOND: Final = 2
+_MODES: Final[dict[str, Literal["min", "max"]]] = {"min": "min", "max": "max"}
 
 
 class _Reader:
@@ -170,7 +171,7 @@ def _parse(data: bytes, kind: str, key: str) -> _Reader:
             f"{key} has format version {version}; this objckpt reads up to {FORMAT_VERSION}. "
             f"It was written by a newer objckpt: upgrade objckpt to read it."
         )
-    if seal is None and version >= _SEALED_SINCE:
+    if seal is None and version >= _SECOND:
         raise reader.bad("it does not end with its checksum")
     return reader
 
@@ -205,7 +206,7 @@ def decode_version(data: bytes, number: int) -> Version:
 
 def _policy(p: _Reader, written: int) -> Policy:
     """A policy of format version ``written``: up to 1 it was one number, or null."""
-    if written >= _SEALED_SINCE:
+    if written >= _SECOND:
         return Policy(tuple(_rule(rule) for rule in p.children("keep")), p.integer("lag"))
     return Policy(() if p.raw("keep") is None else (KeepLast(p.integer("keep", 1)),), p.integer("lag"))
 
@@ -248,7 +249,7 @@ def _entry(e: _Reader, written: int) -> Entry:
         index=index,
         bases=tuple(b.save() for b in e.children("bases")),
         pinned=e.raw("pinned"),
-        metrics=_metrics(e.child("metrics")) if written >= _SEALED_SINCE else (),
+        metrics=_metrics(e.child("metrics")) if written >= _SECOND else (),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -35,14 +35,15 @@ class Harm(enum.Enum):
     CUT_ANSWER = "cut the answer"  # the client gets the first bytes of it: none, if not said otherwise
     DELAY = "delay"  # the answer comes later
     HALF_OPEN = "half-open"  # the server carries it out, and the client waits for ever
+    HOLD = "hold"  # the server gets the first bytes of the request, and the others when it is released
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """``harm`` to requests whose head (from the method on, headers included) ``pattern`` (a regular expression) is found in.
 
-    The ``nth`` of them (from 1) and the ``times - 1`` that follow it; all from there on, if that is None. ``after`` bytes pass before a
-    cut, which ends both connections, the client's with RST if ``reset``. ``seconds`` are a delay's.
+    The ``nth`` of them (from 1) and the ``times - 1`` that follow it; all from there on, if that is None. ``after`` bytes pass before it
+    stands still, or before a cut, which ends both connections, the client's with RST if ``reset``. ``seconds`` are a delay's.
     """
 
     harm: Harm
@@ -61,7 +62,7 @@ class _HangUpError(Exception):
 class FaultProxy:
     """A proxy in front of ``target`` (a URL), from entering to leaving the block. ``requests`` are the first lines of all that passed.
 
-    ``hits`` are those that met a trouble, with it.
+    ``hits`` are those that met a trouble, with it. ``held`` tells that one stands still, until :meth:`release`.
     """
 
     def __init__(self, target: str, troubles: Iterable[Trouble] = ()) -> None:
@@ -72,6 +73,8 @@ class FaultProxy:
         self.requests: list[str] = []
         self.hits: list[tuple[str, Trouble]] = []
         self._lock = threading.Lock()
+        self.held = threading.Event()
+        self._released = threading.Event()
         self._stopping = threading.Event()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -83,6 +86,7 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
+        self.release()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -105,6 +109,15 @@ class FaultProxy:
             self._counts = [0] * len(troubles)
             self.requests.clear()
             self.hits.clear()
+
+    def release(self) -> None:
+        """Let go on what is held, and hold nothing more."""
+        self._released.set()
+
+    def hold(self) -> None:
+        """Wait for the release."""
+        self.held.set()
+        self._released.wait()
 
     def _spawn(self, *call: object) -> None:
         thread = threading.Thread(target=call[0], args=call[1:], name="fault-proxy", daemon=True)  # type: ignore[arg-type]
@@ -169,16 +182,18 @@ class _Connection:
         self._passed = 0  # bytes of the request or of the answer, as its trouble counts them
 
     def run(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._client, self._server], [], [])
-            for side in ready:
-                data = side.recv(_CHUNK)
-                if not data:
-                    return
-                if side is self._client:
-                    self._ask(data)
-                else:
-                    self._answer(data)
+        with (
+            selectors.DefaultSelector() as selector
+        ):  # not select(): a test process may have more than 1024 descriptors
+            selector.register(self._client, selectors.EVENT_READ, self._ask)
+            selector.register(self._server, selectors.EVENT_READ, self._answer)
+            while True:
+                for key, _ in selector.select():
+                    side = self._client if key.fileobj is self._client else self._server
+                    data = side.recv(_CHUNK)
+                    if not data:
+                        return
+                    key.data(data)
 
     def _ask(self, data: bytes) -> None:
         if self._answered:
@@ -191,10 +206,20 @@ class _Connection:
                 self._passed = 0
                 self._trouble = self._proxy.meet(data.partition(_HEAD_END)[0])
         trouble = self._trouble
-        if trouble is not None and trouble.harm is Harm.CUT_REQUEST:
-            self._pass(self._server, data, trouble)
-        else:
-            self._server.sendall(data)
+        match None if trouble is None else trouble.harm:
+            case Harm.CUT_REQUEST:
+                assert trouble is not None
+                self._pass(self._server, data, trouble)
+            case Harm.HOLD:
+                assert trouble is not None
+                allowed = max(0, trouble.after - self._passed)
+                self._server.sendall(data[:allowed])
+                if len(data) > allowed:
+                    self._proxy.hold()
+                    self._server.sendall(data[allowed:])
+                self._passed += len(data)
+            case _:
+                self._server.sendall(data)
 
     def _answer(self, data: bytes) -> None:
         if not self._answered and data.startswith(_INTERIM):

@@ -34,6 +34,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._listening = False
         self._sending = threading.Lock()
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
@@ -54,6 +55,7 @@ class Channel:
     def listen(self, handle: Callable[[Message], None] | None = None, *, peer: int | None = None) -> None:
         """Start the thread that reads. Messages go to ``handle``, or wait for ``receive``; ``peer`` is a process whose end means GONE."""
         deliver = handle if handle is not None else self._received.put
+        self._listening = True
         threading.Thread(target=self._read, args=(deliver, peer), name="objckpt-channel", daemon=True).start()
 
     def receive(self, timeout: float | None) -> Message | None:
@@ -68,12 +70,13 @@ class Channel:
         self._received.put(message)
 
     def close(self) -> None:
-        """Close this end; the other side sees GONE."""
+        """End it, for both sides: they see GONE."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:
             log.debug("the other side of the channel was closed before")
-        self._end.close()
+        if not self._listening:  # else its thread wakes up and closes it: a closed socket would wake nobody
+            self._end.close()
 
     def _read(self, deliver: Callable[[Message], None], peer: int | None) -> None:
         process = _watch(peer)
@@ -110,6 +113,7 @@ class Channel:
                     ended = True
         if process is not None:
             os.close(process)
+        self._end.close()
         deliver(GONE)
 
 

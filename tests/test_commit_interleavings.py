@@ -1,13 +1,6 @@
 """Start, commit, roll-forward, retention and pruning, in every order of their store calls, or in many thousand.
 
-The invariants are those of the explicit-state model that the protocol was designed with:
-
-- I1 what the newest version lists has its index and all its records; I4 all data that these name is there, bases' too;
-- I2 head is listed; a save that was acknowledged (COMMITTED) is in the run, or was dropped by retention later;
-- I3 each version was made from the one before it: starts rise, commits rise within an attempt, nothing is dropped but by retention;
-- I5 no two starts hold one attempt; a launch that was superseded before does not start;
-- I7 once all ranks are through, no complete save of the newest attempt is left uncommitted;
-- I9 who is told "fenced" has not been committed.
+``stories`` says what is judged, and when.
 
 Each task is a thread that makes one store call at a time (``objckpt.testing.worlds``); a failure names its schedule.
 """
@@ -17,191 +10,23 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
+from stories import KEEP_ONE, S, Story, job, old_run, one_call_at_a_time, run_of
 
-from objckpt.commit import Outcome, Run
-from objckpt.errors import FencedError
-from objckpt.manifest import (
-    MANIFEST_PREFIX,
-    Attempt,
-    KeepLast,
-    Policy,
-    Save,
-    Step,
-    Version,
-    data_key,
-    decode_index,
-    decode_record,
-    decode_version,
-    index_key,
-    rank_of,
-    record_key,
-    records_prefix,
-    save_of,
-    version_of,
-)
-from objckpt.retention import prune, reap, retain
-from objckpt.testing.worlds import DictStore, Ended, World, durable, every_freeze, every_schedule, walk
+from objckpt.commit import Outcome
+from objckpt.manifest import MANIFEST_PREFIX, Attempt, Save, Step, Version, save_of
+from objckpt.retention import prune, reap
+from objckpt.testing.orders import every_freeze, every_schedule, every_state, walk
+from objckpt.testing.worlds import DictStore, World, durable
 
 LIMIT = 30_000
-KEEP_ALL = Policy()
-KEEP_ONE = Policy((KeepLast(1),), lag=0)
-
-
-def S(attempt, step):
-    return Save(Attempt(attempt), Step(step))
-
-
-def run_of(store):
-    return Run(store, retain=retain, pause=lambda _: None)
 
 
 @pytest.fixture(autouse=True)
-def one_call_at_a_time(monkeypatch):
-    serial = staticmethod(lambda read, items, save: [read(item, save) for item in items])
-    monkeypatch.setattr(Run, "_each", serial)
-
-
-def old_run(world_size=1, policy=KEEP_ALL, steps=(10,)):
-    """A run whose attempt 1, of launch "old", has committed ``steps``."""
-    store = DictStore()
-    run = run_of(store)
-    version = run.start(launch="old", world_size=world_size, policy=policy)
-    for step in steps:
-        for rank in range(world_size):
-            durable(store, version.run, S(1, step), rank, world_size)
-        assert run.commit(S(1, step), world_size) is Outcome.COMMITTED
-    return store, version.run
-
-
-class Story:
-    """One schedule: its world, what was true of the run after each change, and what the tasks were told."""
-
-    def __init__(self, store, choose):
-        self.store = store.copy()
-        self.world = World(self.store, choose)
-        self.world.effect = self.effect
-        self.saves = {}
-        self.launches = {}
-        newest = self.newest()
-        self.real = {newest.number: newest}
-
-    def newest(self):
-        numbers = [n for key in self.store.objects if (n := version_of(key))]
-        number = max(numbers)
-        return decode_version(self.store.read_whole(f"{MANIFEST_PREFIX}{number:020d}.json"), number)
-
-    def effect(self, call):
-        newest = self.newest()
-        if newest.number not in self.real:
-            self.follows(newest, self.real[max(self.real)])
-            self.real[newest.number] = newest
-        self.whole(newest)
-
-    def whole(self, newest):
-        there = self.store.objects.keys()
-        for e in newest.kept:
-            assert index_key(e.save) in there, f"I1 no index of {e.save}"
-            for rank in range(e.world_size):
-                assert record_key(e.save, rank) in there, f"I1 no record {rank} of {e.save}"
-                for save in (e.save, *e.bases):
-                    assert data_key(save, rank) in there, f"I4 no data of {save}, which {e.save} needs"
-        assert newest.head is None or newest.entry(newest.head), "I2 head is not kept"
-
-    def follows(self, new, old):
-        before = {e.save for e in old.kept}
-        added = [e for e in new.kept if e.save not in before]
-        assert new.attempt >= old.attempt, "I3 an attempt came back"
-        if new.change in {"start", "rollback"}:
-            assert new.attempt == new.number, "I5 a start's attempt is its number"
-            assert new.kept == old.kept, "I3 a start changed what is kept"
-            assert new.launch not in old.superseded, f"I5 {new.launch} was superseded before"
-            assert new.change == "rollback" or new.head == old.head, "I3 a start forgot the head"
-        elif new.change in {"commit", "roll-forward"}:
-            (entry,) = added
-            assert new.attempt == old.attempt, "I3 a commit changed the attempt"
-            assert entry.save.attempt == old.attempt, f"I3 {entry.save} is not of attempt {old.attempt}"
-            newest = old.newest_commit()
-            assert newest is None or newest < entry.save.step, "I3 commits out of order"
-            assert new.head == entry.save, "I3 head is not what was committed last"
-            assert before.issuperset(entry.bases), "I4 a base was not kept"
-            listed = (*old.kept, replace(entry, parent=old.head))
-            assert new.kept == retain(listed, entry.save, old.policy), "I3 not made from the version before"
-
-    def start(self, name, *, launch=None, world_size=1, policy=KEEP_ALL, **more):
-        self.launches[name] = launch or name
-
-        def body(store):
-            return run_of(store).start(launch=launch or name, world_size=world_size, policy=policy, **more)
-
-        self.world.task(name, body)
-
-    def commit(self, name, save, world_size=1):
-        self.saves[name] = save
-        self.world.task(name, lambda store: run_of(store).commit(save, world_size))
-
-    def rank(self, name, saves, *, rank=0, world_size=1, run, bases=()):
-        """An uploader: each save is made durable and committed; its result is that of the last, which refers to ``bases``."""
-        self.saves[name] = saves[-1]
-
-        def body(store):
-            of_task = run_of(store)
-            for save in saves:
-                of_save = bases if save == saves[-1] else ()
-                durable(store, run, save, rank, world_size, bases=of_save)
-                outcome = of_task.commit(save, world_size)
-            return outcome
-
-        self.world.task(name, body)
-
-    def play(self, *, settled=False):
-        told = self.world.run()
-        last = self.real[max(self.real)]
-        assert last == self.newest()
-        starts = [v for v in told.values() if not isinstance(v, Outcome) and hasattr(v, "nonce")]
-        assert len({v.attempt for v in starts}) == len(starts), "I5 two starts hold one attempt"
-        for version in starts:
-            assert self.real.get(version.number) == version, "I5 a start that is not of the run"
-        ever = {e.save for v in self.real.values() for e in v.kept}
-        for name, save in self.saves.items():
-            match told[name]:
-                case Outcome.COMMITTED:
-                    assert save in ever, f"I2 {save} was acknowledged and never in the run"
-                    assert last.policy.keep or last.entry(save), f"I2 {save} is lost"
-                case Outcome.FENCED:
-                    assert save not in (ever if not last.policy.keep else {e.save for e in last.kept}), (
-                        f"I9 {save} is committed, and was told fenced"
-                    )
-                    assert last.attempt != save.attempt, "I9 fenced by nobody"
-                case other:
-                    assert isinstance(other, Outcome | Ended), f"{name}: {other!r}"
-        for name, error in told.items():
-            if isinstance(error, FencedError):
-                assert self.launches.get(name, name) in last.superseded, (
-                    f"I9 {name} was refused, and is not superseded"
-                )
-            elif isinstance(error, Exception):
-                raise error
-        if settled:
-            self.nothing_left(last)
-        return told, last
-
-    def nothing_left(self, last):
-        """I7, and that what is kept can be read by who knows nothing but its index."""
-        ranks = {}
-        for key in self.store.objects:
-            if key.startswith(records_prefix(last.attempt)) and (rank := rank_of(key)) is not None:
-                ranks.setdefault(save_of(key), set()).add(rank)
-        newest = last.newest_commit()
-        for save, found in ranks.items():
-            complete = len(found) == last.world_size
-            assert not complete or (newest is not None and save.step <= newest), f"I7 {save} is left"
-        for e in last.kept:
-            index = decode_index(self.store.read_whole(index_key(e.save)), e.save)
-            for rank, reference in enumerate(index.records):
-                decode_record(self.store.read_whole(reference.key), e.save, rank)
+def deterministic():
+    with one_call_at_a_time():
+        yield
 
 
 def newest_started(told):
@@ -360,20 +185,6 @@ def frozen(store, tell, name):
 
     calls = every_freeze(play, name)
     assert calls >= 5
-
-
-def job(store, *, step, steps=1, deletes=True):
-    """A replacement: starts, saves, commits, deletes what is dropped without any grace, and prunes all old versions."""
-    run = run_of(store)
-    version = run.start(launch="new", world_size=1, policy=KEEP_ONE)
-    for number in range(steps):
-        save = Save(version.attempt, Step(step + number))
-        durable(store, version.run, save)
-        run.commit(save, 1)
-        if deletes:
-            reap(run, version.attempt, grace=0)
-            prune(run, life=0)
-    return version
 
 
 def test_a_zombie_frozen_at_any_call_of_a_commit_does_no_harm():
@@ -556,24 +367,25 @@ def test_zombies_rival_starts_retention_and_pruning():
 
 
 def test_the_orders_that_are_left_out_make_no_difference():
-    """Of two starts, every order (12,242) and those of ``every_schedule`` (14) end alike; here, for a quicker pair of tasks."""
+    """Of two tasks of three calls each, all 20 orders end like those that were played."""
     orders = set()
+
+    def look(store):
+        return sum(o.size for o in store.list("k"))
 
     def play(choose, ends):
         store = DictStore()
         world = World(store, choose)
-        for name in "ab":
-            world.task(
-                name,
-                lambda s, n=name: [len([*s.list("k")]), s.create("k/1", n.encode()), len([*s.list("k")])],
-            )
+        for size, name in enumerate("ab", 1):
+            world.task(name, lambda s, n=size: [look(s), s.put("k/1", bytes(n)), look(s)])
         ends.add(str(world.run()))
         orders.add(tuple(world.schedule))
 
-    ends, all_ends = set(), set()
+    ends, states_ends, all_ends = set(), set(), set()
     few = every_schedule(lambda choose: play(choose, ends), 100)
+    every_state(lambda choose: play(choose, states_ends), 100)
     for order in set(itertools.permutations("aaabbb")):
         left = iter(order)
         play(lambda waiting, left=left: next(left), all_ends)
-    assert ends == all_ends
+    assert ends == states_ends == all_ends
     assert few < len(orders) == 20

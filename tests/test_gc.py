@@ -23,7 +23,8 @@ from objckpt.errors import CheckpointNotFoundError, StorePermissionError
 from objckpt.manifest import KeepLast, Policy, data_key, probe_key, version_key
 from objckpt.retention import GRACE, LEFTOVER_LIFE, VERSION_LIFE, retain, survey, sweep
 from objckpt.store import read_all
-from objckpt.testing.worlds import DictStore, durable, every_freeze
+from objckpt.testing.orders import every_freeze
+from objckpt.testing.worlds import DictStore, durable
 
 KEEP_TWO = Policy((KeepLast(2),), lag=0)
 

@@ -3,12 +3,12 @@
 Invariants: True and False are only said when the store has said so, or when the key was read back; what is not known is told as
 :class:`CommitUnknownError` and never guessed.
 
-Called by ``s3`` and ``gcs``.
+Called by ``s3`` and ``gcs``, and by ``testing.worlds``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from objckpt.errors import CommitUnknownError, ObjckptError, StoreTransientError
 from objckpt.store.http import NoAnswerError
@@ -16,17 +16,32 @@ from objckpt.store.http import NoAnswerError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from objckpt.store.http import Answer
-    from objckpt.store.ranges import Source
     from objckpt.store.retry import RetryPolicy
+
+_A = TypeVar("_A")
+
+
+class Source(Protocol):
+    """What is read back: :class:`~objckpt.store.ranges.Source`, or a test's."""
+
+    @property
+    def uri(self) -> str:
+        """Of the store, for messages."""
+
+    @property
+    def key(self) -> str:
+        """Of the object."""
+
+    def read_back(self, size: int) -> memoryview | None:
+        """What the key holds, up to one byte more than ``size``; None if it is absent. Not retried."""
 
 
 def put_if_absent(
     source: Source,
     data: memoryview,
     retry: RetryPolicy,
-    send: Callable[[], Answer],
-    read: Callable[[Answer], bool | StoreTransientError],
+    send: Callable[[], _A],
+    read: Callable[[_A], bool | StoreTransientError],
 ) -> bool:
     """``data`` (bytes) under the key of ``source``, if it is absent; for the result see :meth:`ObjectStore.create`.
 

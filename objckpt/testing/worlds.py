@@ -1,25 +1,22 @@
 """Worlds of ranks in one process: threads that take turns, one store call at a time, in an order that a test chooses.
 
 Invariants: at most one task runs at any moment, and between two of its store calls nobody else does anything, so a schedule (the
-tasks' names in the order of their calls) says all and can be played again; ``every_schedule`` leaves out a schedule only if another
-one differs from it by nothing but the order of calls that do not touch each other; a failure names its schedule.
+tasks' names in the order of their calls) says all and can be played again; a failure names its schedule.
 
-Called by tests of whatever talks to a store through :class:`~objckpt.store.ObjectStore`, ours and those of others. A task may make
-only one call at a time: what reads with many threads is given one.
+Called by tests of whatever talks to a store through :class:`~objckpt.store.ObjectStore`, ours and those of others; ``orders`` has the
+schedules. A task may make only one call at a time: what reads with many threads is given one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from objckpt.errors import StoreNotFoundError
+from objckpt.errors import StoreNotFoundError, StoreTransientError
 from objckpt.manifest import (
     BLOCK_SIZE,
     JSON,
@@ -33,12 +30,21 @@ from objckpt.manifest import (
     record_key,
 )
 from objckpt.store import Buffer, ObjectInfo, ObjectStore
+from objckpt.store.http import NoAnswerError
+from objckpt.store.put_if_absent import put_if_absent
+from objckpt.store.retry import RetryPolicy
 from objckpt.transfer import block_checksums
 
 T = TypeVar("T")
 
-#: How often, in one call out of so many, the tasks of a walk get other paces.
-_CHANGE_OF_PACE: Final = 0.05
+
+class _AtOnce(RetryPolicy):
+    """Tries again without a wait, and for ever: a world has only so many faults."""
+
+    def run(self, attempt: Callable[[], T], *, abandoned: threading.Event | None = None) -> T:  # noqa: ARG002 # as all have it
+        while True:
+            with contextlib.suppress(StoreTransientError):
+                return attempt()
 
 
 class DictStore:
@@ -126,44 +132,75 @@ class Ended(BaseException):
     """Raised by the next store call of a task whose world has ended without it. `except Exception` lets it pass, as if by SIGKILL."""
 
 
-#: Given the tasks that may run, with the call that each is about to make: whose turn it is, or None to end them all here.
-Choose = Callable[[dict[str, Call]], "str | None"]
+#: What a ``create`` may suffer: it is done and its answer is lost; it is under way still when the caller has given it up.
+LOST: Final = "lost"
+LATE: Final = "late"
+
+
+class Moment(dict[str, Call]):
+    """Who may run now, each with the call that it is about to make.
+
+    ``zombie:lost`` is the call of ``zombie`` whose answer is lost, ``zombie:late`` the one that reaches the store later, as ``zombie~3``.
+    """
+
+    def __init__(self, world: World, calls: Mapping[str, Call]) -> None:
+        super().__init__(calls)
+        self._world = world
+
+    def state(self) -> Hashable:
+        """All that what comes next depends on: the objects, what each task was answered so far, what is under way, and what the
+        test remembers (:attr:`World.remembered`). Worth as much as the test is deterministic.
+        """
+        return self._world.state()
+
+
+#: Given a moment: whose turn it is, or None to end them all here.
+Choose = Callable[[Moment], "str | None"]
 
 
 @dataclass(slots=True)
 class _Task:
+    name: str
     body: Callable[[ObjectStore], object]
-    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    gate: threading.Lock = field(default_factory=threading.Lock)  # held while it is not the task's turn
     call: Call | None = None
+    fault: str = ""
+    answers: int = 0  # a hash of all that it was answered so far
     result: object = None
 
 
 class World:
     """Tasks over one store, run to their ends in the order that ``choose`` says. Used once.
 
-    ``effect``, if set, is called after each call that can change the store, while nobody runs.
+    ``effect``, if set, is called after each call that can change the store, and ``ended`` with the name and the result of a task that has
+    ended, while nobody runs. ``lost`` and ``late`` are how many answers may be lost, and how many creates may land later, in all.
     """
 
-    def __init__(self, store: ObjectStore, choose: Choose) -> None:
+    def __init__(self, store: DictStore, choose: Choose, *, lost: int = 0, late: int = 0) -> None:
         self.store = store
         self.schedule: list[str] = []
         self.effect: Callable[[Call], None] | None = None
+        self.ended: Callable[[str, object], None] | None = None
+        self.remembered: Callable[[], Hashable] = lambda: None
         self._choose = choose
+        self._faults = {LOST: lost, LATE: late}
         self._tasks: dict[str, _Task] = {}
         self._unstarted: list[str] = []
+        self._flying: dict[str, tuple[Call, bytes]] = {}
         self._ending = False
         self._over = threading.Event()
         self._failure: Exception | None = None
 
     def task(self, name: str, body: Callable[[ObjectStore], object]) -> None:
         """Add a task. ``body`` is called with a store each of whose calls waits for its turn."""
-        self._tasks[name] = _Task(body)
+        self._tasks[name] = _Task(name, body)
+        self._tasks[name].gate.acquire()
         self._unstarted.append(name)
 
     def run(self) -> dict[str, object]:
         """Run all tasks. What each returned, or the exception that it raised (:class:`Ended` if the world ended before it).
 
-        What ``choose`` or ``effect`` raises ends the world and is raised again here.
+        What ``choose``, ``effect`` or ``ended`` raises ends the world and is raised again here.
         """
         threads = [
             threading.Thread(target=self._live, args=(task,), name=f"task-{name}", daemon=True)
@@ -180,12 +217,24 @@ class World:
             raise self._failure
         return {name: task.result for name, task in self._tasks.items()}
 
+    def state(self) -> Hashable:
+        """See :meth:`Moment.state`."""
+        return (
+            frozenset(self.store.objects.items()).__hash__(),
+            tuple(task.answers for task in self._tasks.values()),
+            tuple(self._faults.values()),
+            tuple(self._flying),
+            self.remembered(),
+        )
+
     def _live(self, task: _Task) -> None:
         task.gate.acquire()
         try:
             task.result = task.body(_Turns(self, task))
         except BaseException as error:  # noqa: BLE001 # it is what became of the task; the others go on
             task.result = error
+        if self.ended is not None:
+            self._watched(functools.partial(self.ended, task.name, task.result))
         self._hand_over(None)
 
     def _hand_over(self, me: _Task | None) -> None:
@@ -203,20 +252,41 @@ class World:
     def _next(self) -> _Task | None:
         if self._unstarted:
             return self._tasks[self._unstarted.pop(0)]
-        waiting = {name: task.call for name, task in self._tasks.items() if task.call is not None}
-        if not waiting:
+        while True:
+            waiting = {name: task.call for name, task in self._tasks.items() if task.call is not None}
+            if not (waiting or (self._flying and not self._ending)):
+                return None
+            chosen = None if self._ending else self._chosen(waiting)
+            if chosen is None:
+                self._ending = True
+                if not waiting:
+                    return None
+                return self._tasks[next(iter(waiting))]
+            self.schedule.append(chosen)
+            if chosen in self._flying:
+                self._land(chosen)
+                continue
+            name, _, fault = chosen.partition(":")
+            task = self._tasks[name]
+            task.fault = fault
+            if fault:
+                self._faults[fault] -= 1
+            return task
+
+    def _chosen(self, waiting: dict[str, Call]) -> str | None:
+        faulty = {
+            f"{name}:{fault}": call
+            for fault, left in self._faults.items()
+            for name, call in waiting.items()
+            if left and call.verb == "create"
+        }
+        under_way = {name: call for name, (call, _) in self._flying.items()}
+        moment = Moment(self, waiting | under_way | faulty)
+        try:
+            return self._choose(moment)
+        except Exception as error:  # noqa: BLE001 # raised again by run()
+            self._failure = error
             return None
-        chosen = None
-        if not self._ending:
-            try:
-                chosen = self._choose(waiting)
-            except Exception as error:  # noqa: BLE001 # raised again by run()
-                self._failure = error
-        if chosen is None:
-            self._ending = True
-            return self._tasks[next(iter(waiting))]
-        self.schedule.append(chosen)
-        return self._tasks[chosen]
 
     def turn(self, task: _Task, call: Call) -> None:
         """Wait until ``task`` may make ``call``."""
@@ -228,9 +298,22 @@ class World:
 
     def done(self, call: Call) -> None:
         """A call has had its effect."""
-        if self.effect is not None and call.writes and self._failure is None:
+        if self.effect is not None and call.writes:
+            self._watched(functools.partial(self.effect, call))
+
+    def fly(self, task: _Task, call: Call, data: bytes) -> None:
+        """A create that reaches the store later."""
+        self._flying[f"{task.name}~{len(self.schedule)}"] = call, data
+
+    def _land(self, name: str) -> None:
+        call, data = self._flying.pop(name)
+        self.store.create(call.keys[0], data)
+        self.done(call)
+
+    def _watched(self, look: Callable[[], object]) -> None:
+        if self._failure is None:
             try:
-                self.effect(call)
+                look()
             except Exception as error:  # noqa: BLE001 # raised again by run()
                 self._failure, self._ending = error, True
 
@@ -251,16 +334,43 @@ class _Turns:
         self._turn(Call("put", (key,)), lambda: self._store.put(key, data, crc64=crc64))
 
     def create(self, key: str, data: Buffer) -> bool:
-        return self._turn(Call("create", (key,)), lambda: self._store.create(key, data))
+        content = bytes(data)
+        return put_if_absent(
+            _Key(self, key),
+            memoryview(content),
+            _AtOnce(),
+            lambda: self._send(key, content),
+            lambda told: told,
+        )
+
+    def _send(self, key: str, data: bytes) -> bool:
+        """Whether the object was made by this request. As over a network: the answer may be lost, the request may be late."""
+        call = Call("create", (key,))
+        self._world.turn(self._task, call)
+        if self._task.fault == LATE:
+            self._world.fly(self._task, call, data)
+        made = self._task.fault != LATE and key not in self._store.objects
+        if made:
+            self._store.create(key, data)
+        self._answer(call, made, self._task.fault)
+        if made:
+            self._world.done(call)
+        if self._task.fault:
+            raise StoreTransientError("no answer", uri=self.uri, key=key) from NoAnswerError(
+                "lost", sent=True
+            )
+        return made
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
-        return self._turn(Call("read", (key,)), lambda: self._store.read(key, into, offset))
+        count = self._turn(Call("read", (key,)), lambda: self._store.read(key, into, offset))
+        self._answer(bytes(into[:count]))
+        return count
 
     def head(self, key: str) -> ObjectInfo:
         return self._turn(Call("head", (key,)), lambda: self._store.head(key))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        found = self._turn(Call("list", (prefix,)), lambda: [*self._store.list(prefix, start_after)])
+        found = self._turn(Call("list", (prefix,)), lambda: (*self._store.list(prefix, start_after),))
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -272,118 +382,36 @@ class _Turns:
 
     def _turn(self, call: Call, effect: Callable[[], T]) -> T:
         self._world.turn(self._task, call)
-        result = effect()
+        try:
+            result = effect()
+        except StoreNotFoundError:
+            self._answer(call, None)
+            raise
+        self._answer(call, result)
         self._world.done(call)
         return result
 
-
-# ------------------------------------------------------------------ orders
-
-
-class _RedundantError(Exception):
-    """All that may still run here was tried before, in an order that makes no difference."""
+    def _answer(self, *told: Hashable) -> None:
+        self._task.answers = hash((self._task.answers, *told))
 
 
-class _EndlessError(Exception):
-    """The schedule has the length at which it was to be cut."""
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key of a task's store, as :func:`put_if_absent` reads it back."""
 
+    store: _Turns
+    key: str
 
-@dataclass(slots=True)
-class _Fork:
-    """A moment of a schedule: who could run, who need not be tried (again), and who runs in this one."""
+    @property
+    def uri(self) -> str:
+        return self.store.uri
 
-    waiting: dict[str, Call]
-    asleep: dict[str, Call]
-    chosen: str
-
-
-def every_schedule(play: Callable[[Choose], object], limit: int, *, longest: int | None = None) -> int:
-    """Call ``play`` with every order of calls that can make a difference. Returns how many there were.
-
-    ``play`` makes a :class:`World` with what it is given, and checks what came of it; it must do the same each time. AssertionError
-    if there are more than ``limit``: a bound that is met silently would prove nothing. Tasks that can hinder each other for ever
-    need ``longest``: a schedule ends after so many calls, its effects checked but not its outcome.
-    """
-    path: list[_Fork] = []
-    count = 0
-    while True:
-        depth = 0
-
-        def choose(waiting: dict[str, Call]) -> str:
-            nonlocal depth
-            if depth == longest:
-                raise _EndlessError
-            if depth == len(path):
-                path.append(_fork(path[-1] if path else None, waiting))
-            depth += 1
-            return path[depth - 1].chosen
-
-        with contextlib.suppress(_RedundantError, _EndlessError):
-            play(choose)
-            count += 1
-        assert count <= limit, f"more than {limit} schedules"
-        # Backwards to the last moment at which someone else could have run.
-        while path:
-            fork = path[-1]
-            fork.asleep[fork.chosen] = fork.waiting[fork.chosen]
-            awake = [name for name in fork.waiting if name not in fork.asleep]
-            if awake:
-                fork.chosen = awake[0]
-                break
-            path.pop()
-        if not path:
-            return count
-
-
-def _fork(before: _Fork | None, waiting: dict[str, Call]) -> _Fork:
-    """The next moment. Who could have run before, and does not care about what did, was tried there ("sleep sets")."""
-    asleep: dict[str, Call] = {}
-    if before is not None:
-        ran = before.waiting[before.chosen]
-        asleep = {name: call for name, call in before.asleep.items() if not call.touches(ran)}
-    awake = [name for name in waiting if name not in asleep]
-    if not awake:
-        raise _RedundantError
-    return _Fork(waiting, asleep, awake[0])
-
-
-def walk(seed: int) -> Choose:
-    """An order drawn at random from ``seed``. Each task's pace is drawn too, so that some are frozen for long."""
-    draw = random.Random(seed)
-    paces: dict[str, float] = {}
-
-    def choose(waiting: dict[str, Call]) -> str:
-        if draw.random() < _CHANGE_OF_PACE:
-            paces.clear()
-        for name in waiting:
-            paces.setdefault(name, draw.choice([1e-3, 1.0, 1.0]))
-        names = list(waiting)
-        return draw.choices(names, [paces[name] for name in names])[0]
-
-    return choose
-
-
-def every_freeze(play: Callable[[Choose], object], name: str) -> int:
-    """Call ``play`` with task ``name`` frozen before each of its calls in turn, until all others have ended; they run in the order in
-    which they were added. Returns how many calls it makes.
-    """
-    for calls in itertools.count():
-        made = 0
-        frozen = False
-
-        def choose(waiting: dict[str, Call], calls: int = calls) -> str:
-            nonlocal made, frozen
-            others = [other for other in waiting if other != name]
-            if name in waiting and (made < calls or not others):
-                made += 1
-                return name
-            frozen |= name in waiting
-            return others[0]
-
-        play(choose)
-        if not frozen:
-            return calls
-    raise AssertionError  # count() has no end
+    def read_back(self, size: int) -> memoryview | None:
+        into = memoryview(bytearray(size + 1))
+        try:
+            return into[: self.store.read(self.key, into)]
+        except StoreNotFoundError:
+            return None
 
 
 # ------------------------------------------------------------------ what ranks do
@@ -398,10 +426,11 @@ def durable(
     *,
     bases: tuple[Save, ...] = (),
     metadata: JSON = None,
+    created_at: float | None = None,
 ) -> RankRecord:
     """Make the part of ``rank`` in a save durable, as its uploader does: a shard of a few bytes, then the record.
 
-    ``bases`` are saves whose shard of this rank the record refers to as well.
+    ``bases`` are saves whose shard of this rank the record refers to as well; ``created_at`` is the step if it is not given.
     """
     of_rank = Rank(rank)
     data = f"{save} of rank {rank}".encode()
@@ -414,7 +443,7 @@ def durable(
         save=save,
         rank=of_rank,
         world_size=world_size,
-        created_at=float(save.step),
+        created_at=float(save.step) if created_at is None else created_at,
         metadata=metadata,
         bases=bases,
         objects=objects,
